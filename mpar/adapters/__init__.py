@@ -5,12 +5,11 @@ predicts a model does so for it. `merge` and `unmerge` add adapters to the weigh
 `read_peft` exchange folders with PEFT.
 """
 
-from mpar.adapters._first import first_leaf, first_params
 from mpar.adapters._folder import AdapterReader, read_lora, read_peft, write_peft
 from mpar.adapters._lora import LoRA
 from mpar.adapters._low_rank import Factor, LowRank
-from mpar.adapters._merge import merge, merged_leaf, unmerge
-from mpar.adapters._model import AdaptedModel, add
+from mpar.adapters._merge import base_params, can_merge, merge, merged_leaf, unmerge
+from mpar.adapters._model import AdaptedModel, add, first_params
 from mpar.adapters._targets import Adapted, adapted_matrices
 
 __all__ = [
@@ -22,7 +21,8 @@ __all__ = [
     "LowRank",
     "adapted_matrices",
     "add",
-    "first_leaf",
+    "base_params",
+    "can_merge",
     "first_params",
     "merge",
     "merged_leaf",

@@ -1,41 +1,35 @@
 """First values that depend on the weights: the magnitudes of DoRA, and A, B and the weight itself with PiSSA and OLoRA."""
 
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from mpar import ops, tree
+from mpar import ops
 from mpar.adapters._leaves import AdapterLeaf, letters_of
-from mpar.adapters._model import AdaptedModel, with_adapters
+from mpar.adapters._lora import LoRA
 from mpar.adapters._targets import Adapted
-from mpar.models import MatrixLeaf
-from mpar.tree import Tree
+from mpar.models import MatrixLeaf, Read
 
-__all__ = ["first_leaf", "first_params"]
-
-Read = Callable[[str, Sequence[slice] | None], Tensor]
-"""`fn(path, slices)` gives the elements within `slices` of a leaf of the base; None: all of them."""
+__all__ = ["first_leaf"]
 
 
-def first_params(model: AdaptedModel, base: Tree, seed: int) -> Tree:
-    """The parameters with which training of the adapters begins, from those of `model.base`."""
+def first_leaf(
+    loras: Mapping[str, LoRA],
+    adapted: Mapping[str, tuple[Adapted, ...]],
+    leaves: Mapping[str, AdapterLeaf],
+    init: Callable[[str, Sequence[slice] | None], Tensor],
+    path: str,
+    slices: Sequence[slice] | None,
+    read: Read,
+) -> Tensor:
+    """The elements within `slices` (None: all) of one leaf of an adapted model.
 
-    def read(path: str, slices: Sequence[slice] | None) -> Tensor:
-        leaf = cast(Tensor, tree.get(base, path))
-        return leaf if slices is None else leaf[tuple(slices)]
-
-    like = model.base.abstract_params
-    weights = tree.unflatten(tree.flatten(like)[1], [first_leaf(model, path, None, seed, read) for path in tree.paths(like)])
-    return with_adapters(weights, {path: first_leaf(model, path, None, seed, read) for path in model.leaves})
-
-
-def first_leaf(model: AdaptedModel, path: str, slices: Sequence[slice] | None, seed: int, read: Read) -> Tensor:
-    """The elements within `slices` of one leaf of `first_params`; `read` gives those of the base that it depends on."""
-    loras = dict(model.adapters)
-    if path in model.leaves:
-        leaf = model.leaves[path]
+    loras, adapted: by the name of each adapter. leaves: of all adapters by path. init: gives those that depend on no weight.
+    read: gives leaves of the model without adapters.
+    """
+    if path in leaves:
+        leaf = leaves[path]
         lora = loras[path.split(".")[1]]
         if leaf.part == "magnitude":
             return _cut(_norm(read(leaf.leaf.path, None), leaf), slices)
@@ -43,10 +37,10 @@ def first_leaf(model: AdaptedModel, path: str, slices: Sequence[slice] | None, s
             a, b = _factors(leaf.adapted, lora.init, read)
             _, rows = _rows(leaf.adapted, leaf.leaf.path, read)
             made = _as_leaf(a if leaf.part == "a" else b, leaf, rows)
-            return _cut(made.to(tree.get(model.abstract_params, path).dtype), slices)
-        return model.init_leaf(seed, path, slices)
-    for name, lora in model.adapters:
-        changed = [adapted for adapted in model.adapted[name] if any(leaf.path == path for leaf in adapted.matrix.leaves)]
+            return _cut(made.to(init(path, [slice(0, 0)] * made.ndim).dtype), slices)
+        return init(path, slices)
+    for name, lora in loras.items():
+        changed = [item for item in adapted[name] if any(leaf.path == path for leaf in item.matrix.leaves)]
         if lora.init in ("pissa", "olora") and changed:
             return _cut(_without(changed[0], lora.init, path, read), slices)
     return read(path, slices)

@@ -16,7 +16,7 @@ from mpar.errors import ConfigError
 from mpar.models import MatrixLeaf
 from mpar.tree import Tree
 
-__all__ = ["base_params", "merge", "merged_leaf", "unmerge"]
+__all__ = ["base_params", "can_merge", "merge", "merged_leaf", "unmerge"]
 
 Read = Callable[[str], Tensor]
 """`fn(path)` gives a global leaf of an adapted model."""
@@ -58,6 +58,7 @@ def unmerge(model: AdaptedModel, merged: Tree, params: Tree) -> Tree:
 
 def merged_leaf(model: AdaptedModel, path: str, read: Read) -> Tensor:
     """The leaf at `path` of `merge`; `read` gives those leaves that it is made of."""
+    check_untied(model)
     weight = read(path)
     loras = dict(model.adapters)
     uses = [
@@ -94,15 +95,23 @@ def low_rank(weight: Any, name: str, adapted: Adapted, leaf: MatrixLeaf, read: R
     return LowRank(weight, of_weight, low.a, low.b, adapted.scale, Factor(magnitude / norm(low, of_gain), of_gain))
 
 
+def can_merge(model: AdaptedModel) -> bool:
+    """Whether active adapters can be added to the weights: none is of one of two tied matrices, which would change both."""
+    return not _tied(model)
+
+
 def check_untied(model: AdaptedModel) -> None:
-    """Raise ConfigError if an active adapter is of one of two tied matrices, which merging would change both."""
-    tied = [
-        adapted.matrix.name for name in model.active for adapted in model.adapted[name] if adapted.matrix.segments is not None
-    ]
-    if tied:
+    """Raise ConfigError unless `can_merge`."""
+    if _tied(model):
         raise ConfigError(
-            f"cannot merge the adapter of {', '.join(tied)}: embedding and head are one tensor, and only one of them has the adapter"
+            f"cannot merge the adapter of {', '.join(_tied(model))}: embedding and head of this {model.name} model are one tensor, "
+            "and only one of them has the adapter.\nKeep the adapter as a folder of its own, or leave this module out of targets."
         )
+
+
+def _tied(model: AdaptedModel) -> list[str]:
+    matrices = (adapted.matrix for name in model.active for adapted in model.adapted[name])
+    return [matrix.name for matrix in matrices if matrix.segments is not None]
 
 
 def base_params(model: AdaptedModel, params: Tree) -> Tree:

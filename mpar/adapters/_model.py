@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mpar import tree
+from mpar.adapters._first import first_leaf
 from mpar.adapters._leaves import ADAPTERS, AdapterLeaf, adapter_leaves, letters_of, nested
 from mpar.adapters._lora import LoRA
 from mpar.adapters._segment import AdaptedSegment, Place, Use, letters_of_use
@@ -17,10 +18,10 @@ from mpar.adapters._start import start_leaf
 from mpar.adapters._targets import Adapted, adapted_matrices, saved_leaves
 from mpar.chain import Axes, Segment, is_axes
 from mpar.errors import ConfigError, UnknownNameError
-from mpar.models import DRAW, DRAW_AXES, Matrix, Trainable, WrappedModel, segment_numbers
+from mpar.models import DRAW, DRAW_AXES, Matrix, Read, Trainable, WrappedModel, segment_numbers
 from mpar.tree import Tree
 
-__all__ = ["AdaptedModel", "add", "with_adapters"]
+__all__ = ["AdaptedModel", "add", "first_params", "with_adapters"]
 
 
 def add(model: Trainable, lora: LoRA, name: str = "default") -> "AdaptedModel":
@@ -184,6 +185,23 @@ class AdaptedModel(WrappedModel):
         weights, pairs = self.base.multiplications
         return weights + sum(torch.Size(leaf.shape).numel() for leaf in self.leaves.values() if len(leaf.shape) > 1), pairs
 
+    def without_multi_token(self) -> Trainable:
+        """The same model without the layer that learns further tokens."""
+        base = self.base.without_multi_token()
+        return self if base is self.base else replace(self, base=base)
+
+    def first_leaf(self, seed: int, path: str, slices: Sequence[slice] | None, read: Read) -> Tensor:
+        """The elements within `slices` (None: all) of a leaf before training, where `read` gives leaves of `plain`."""
+        return self.leaf_of(seed, path, slices, lambda base_path, cut: self.base.first_leaf(seed, base_path, cut, read))
+
+    def leaf_of(self, seed: int, path: str, slices: Sequence[slice] | None, read: Read) -> Tensor:
+        """The same, where `read` gives leaves of `base`."""
+
+        def init(path: str, slices: Sequence[slice] | None) -> Tensor:
+            return self.init_leaf(seed, path, slices)
+
+        return first_leaf(dict(self.adapters), self.adapted, self.leaves, init, path, slices, read)
+
     def init_leaf(self, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
         """The elements within `slices` of the first value of a leaf, where no adapter begins with values of `base`."""
         if path not in self.leaves:
@@ -191,6 +209,17 @@ class AdaptedModel(WrappedModel):
         lora = dict(self.adapters)[path.split(".")[1]]
         leaf = tree.get(self.abstract_params, path)
         return start_leaf(lora, self.leaves[path], leaf.dtype, seed, slices)
+
+
+def first_params(model: AdaptedModel, base: Tree, seed: int) -> Tree:
+    """The parameters with which training of the adapters begins, from those of `model.base`."""
+
+    def read(path: str, slices: Sequence[slice] | None) -> Tensor:
+        leaf: Tensor = tree.get(base, path)
+        return leaf if slices is None else leaf[tuple(slices)]
+
+    structure = tree.flatten(model.abstract_params)[1]
+    return tree.unflatten(structure, [model.leaf_of(seed, path, None, read) for path in tree.paths(model.abstract_params)])
 
 
 def with_adapters(base: Tree, leaves: Mapping[str, object]) -> dict[str, Any]:

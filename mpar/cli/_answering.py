@@ -37,6 +37,7 @@ class AnswerKeys:
     """The keys of every command that lets a model answer: how it is loaded, and on which ranks it runs."""
 
     rows: int = key("the most answers that are made at the same time", default=16, at_least=1)
+    adapter: str | None = key("a folder of PEFT with an adapter, which is added to the weights; null: none", default=None)
     dtype: str = key("float32, bfloat16 or float16: of the weights and of what is computed", default="float32")
     mesh: MeshConfig
     strategy: StrategyConfig
@@ -127,4 +128,6 @@ def load(config: AnswerKeys, folder: Path) -> tuple["Model", "Assistant"]:
     train, export = later("mpar.train"), later("mpar.train.export")
     mesh, strategy = train.make_mesh(config.mesh), train.make_strategy(config.strategy, config.mesh)
     dtype = getattr(later("torch"), config.dtype)
-    return export.load_assistant(folder, model_of_run(folder.parent), rows=config.rows, dtype=dtype, mesh=mesh, strategy=strategy)
+    return export.load_assistant(
+        folder, model_of_run(folder.parent), rows=config.rows, dtype=dtype, adapter=config.adapter, mesh=mesh, strategy=strategy
+    )

@@ -15,7 +15,7 @@ from mpar.cli._switches import answer_switches
 from mpar.errors import CheckpointError
 from mpar.models import MAX_FILE_BYTES
 from mpar.train import TrainConfig, make_tokenizer
-from mpar.train.export import ExportOptions, export_hf
+from mpar.train.export import ExportOptions, export_adapter, export_hf
 
 __all__ = ["ExportConfig", "main"]
 
@@ -36,6 +36,9 @@ class ExportConfig:
     max_file_bytes: int = field(
         default=MAX_FILE_BYTES, metadata={"doc": "a larger model has several files of weights", "at_least": 1}
     )
+    adapter: bool = field(
+        default=False, metadata={"doc": "write the adapter alone, as PEFT does, into run_dir/adapter; false: added to the weights"}
+    )
     check: bool = field(default=True, metadata={"doc": "read the folder back and compare every bit with the checkpoint"})
     progress: bool = field(default=True, metadata={"doc": "show a progress bar, on a terminal"})
 
@@ -54,10 +57,15 @@ def main(args: Sequence[str]) -> int:
     if not isinstance(plain, dict):
         raise CheckpointError(f"cannot export {source}: it does not record the configuration of a run. Did mpar train write it?")
     run = bind(TrainConfig, plain)
-    out = Path(config.out) if config.out else run_dir / "hf"
+    out = Path(config.out) if config.out else run_dir / ("adapter" if config.adapter else "hf")
     folder = Path(os.path.abspath(out)) if config.out else out  # x/.. would be another folder once x is made
     if config.out and folder.exists():
         raise CheckpointError(f"cannot export to {out}: it exists. Choose another folder, or delete it.")
+    if config.adapter:
+        if export_adapter(run, source, folder) is None:
+            raise CheckpointError(f"cannot export an adapter from {source}: the run trained all weights. Leave adapter=true out.")
+        say(str(out))
+        return 0
     options = ExportOptions(config.dtype, config.max_file_bytes, config.check, replaces=not config.out)
     with ByteProgress("export", shown=config.progress) as bar:
         export_hf(run, make_tokenizer(run), source, folder, options, bar)

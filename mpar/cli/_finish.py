@@ -12,7 +12,7 @@ from mpar.cli._screen import encode_everything, say
 from mpar.errors import CheckpointError
 from mpar.train import TrainConfig, make_mesh, make_tokenizer, num_threads, read_job, read_metrics
 from mpar.train.curve import draw_experts, draw_loss
-from mpar.train.export import answer, export_hf, exportable
+from mpar.train.export import answer, export_adapter, export_hf, exportable
 
 __all__ = ["finish", "main"]
 
@@ -28,6 +28,7 @@ def finish(config: TrainConfig) -> None:
     if newest is None:
         raise CheckpointError(f"cannot export {run_dir}: it holds no complete checkpoint")
     folder = export_hf(config, make_tokenizer(config), newest, run_dir / "hf") if exportable(config) else None
+    adapter = export_adapter(config, newest, run_dir / "adapter")
     records = read_metrics(run_dir / "metrics.jsonl")
     lines, pictures = [], {}
     if records:
@@ -40,7 +41,10 @@ def finish(config: TrainConfig) -> None:
             dropped = f", {100 * last['dropped']:.1f} % dropped" if last["dropped"] else ""
             lines.append(f"experts: the busiest of a layer has {last['max_load']:.2f} times the mean load{dropped}")
         if "eval_loss" in last:
-            lines.append(f"evaluation: loss {last['eval_loss']:.4f}, perplexity {last['perplexity']:,.4g}")
+            perplexity = f", perplexity {last['perplexity']:,.4g}" if "perplexity" in last else ""
+            lines.append(f"evaluation: loss {last['eval_loss']:.4f}{perplexity}")
+            means = {name.removeprefix("eval_"): value for name, value in last.items() if name.startswith("eval_")}
+            lines += [f"  {name}: {value:.4f}" for name, value in means.items() if name not in ("loss",) and "loss/" not in name]
             of_sets = {name.partition("/")[2]: loss for name, loss in last.items() if name.startswith("eval_loss/")}
             lines += [f"  {name}: loss {loss:.4f}" for name, loss in of_sets.items()]
     if folder is not None and config.task.kind == "sft":
@@ -49,6 +53,8 @@ def finish(config: TrainConfig) -> None:
         "checkpoint": newest,
         "model": folder or f"no Hugging Face folder: {config.model.name} does not say how to write one",
     }
+    if adapter is not None:
+        results["adapter"] = adapter
     lines += [f"{label:12} {path}" for label, path in (results | pictures).items()]
     note_finished(run_dir, int(newest.name.rpartition("_")[2]))
     say("\n".join(lines))

@@ -1,12 +1,11 @@
 """Prepares a job: checks it, compiles its program, tokenises its data. Importing this loads torch."""
 
-import math
 from pathlib import Path
 
 from mpar.cli._paths import with_absolute_paths
 from mpar.cli._placement import slow_axes
 from mpar.cli._screen import RowProgress
-from mpar.program import Hardware, Program, describe_kernels, format_bytes
+from mpar.program import Hardware, Program, describe_kernels, format_bytes, parameters_in_words
 from mpar.schedules import num_stages
 from mpar.train import Job, PlainConfig, RunSetup, TrainConfig, make_setup
 from mpar.train.prepare import prepare
@@ -26,9 +25,8 @@ def prepare_job(config: TrainConfig, resolved: PlainConfig, folder: Path, kept: 
         prepared = prepare(setup, with_absolute_paths(resolved, Path.cwd()), folder, kept, progress)
     job, data, program = prepared.job, prepared.data, prepared.job.program
     prediction = program.predict()
-    parameters = sum(math.prod(leaf.shape) for leaf in program.state_in if leaf.path.startswith("params."))
     summary = "".join(f"{line}\n" for line in prepared.moved) + (
-        f"{config.model.name}: {parameters / 1e6:,.2f} M parameters, {program.facts.mesh}, "
+        f"{config.model.name}: {parameters_in_words(program)}, {program.facts.mesh}, "
         f"strategy {config.strategy.name}, {_beginning(job)}\n"
         f"{data.summary}\n"
         f"program: {len(program.instructions)} instructions, {prediction.num_collectives} collectives a step, "

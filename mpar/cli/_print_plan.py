@@ -1,7 +1,6 @@
 """What `mpar plan` prints: a program, its collectives, memory and time on each hardware profile; or a comparison."""
 
 import itertools
-import math
 import re
 import resource
 import time
@@ -22,7 +21,7 @@ from mpar.cli._screen import say, say_aside
 from mpar.cli._timeline import check_suffix, write_pictures
 from mpar.errors import ConfigError
 from mpar.models import Trainable
-from mpar.program import Hardware, Prediction, Program, diff, format_bytes, format_time
+from mpar.program import Hardware, Prediction, Program, diff, format_bytes, format_time, parameters_in_words
 from mpar.schedules import num_stages
 from mpar.train import (
     HardwareConfig,
@@ -119,7 +118,6 @@ def _write(file: str, text: str) -> None:
 
 def _overview(setup: RunSetup, program: Program) -> str:
     config, model, strategy, hardware = setup.config, setup.model, setup.strategy, setup.hardware
-    parameters = sum(math.prod(leaf.shape) for leaf in program.state_in if leaf.path.startswith("params."))
     batch, length = program.facts.batch["tokens"]
     prediction = program.predict()
     rows = batch * program.num_microbatches
@@ -127,7 +125,7 @@ def _overview(setup: RunSetup, program: Program) -> str:
     gathered = ", parameters gathered once a step" * (strategy.gather == "keep")
     return "\n".join(
         [
-            f"model       {config.model.name}, {parameters / 1e6:,.2f} M parameters",
+            f"model       {config.model.name}, {parameters_in_words(program)}",
             f"mesh        {program.facts.mesh}, {program.mesh.size:,} ranks",
             f"strategy    {config.strategy.name}, gradients reduced {_REDUCED[program.facts.reduce]}{gathered}; "
             f"{config.precision.name}; recompute {config.recompute.kind}",

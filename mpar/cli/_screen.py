@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -234,6 +234,7 @@ class StepProgress:
             return
         evaluated = "" if record.eval_loss is None else f"eval {record.eval_loss:.4f}"
         evaluated += "".join(f" {name} {loss:.4f}" for name, loss in record.eval_losses.items())
+        evaluated += f"  {_of_task(record.eval_task_means)}" if record.eval_task_means else ""
         self._held_out = evaluated or self._held_out
         at_times = record.step % self._stride == 0
         if not self._only_strides:
@@ -254,6 +255,7 @@ class StepProgress:
             Word(f"step {record.step}/{self._last}"),
             Word("━" * filled + "╌" * (_BAR - filled) if bar else "", 9),
             Word(f"loss {record.loss:.4f}", 1),
+            Word(_of_task(record.task_means), 2),
             Word(_of_experts(record), 8),
             Word(f"{record.skipped} skipped" if record.skipped else "", 7),
             Word(evaluated, 3),
@@ -262,6 +264,12 @@ class StepProgress:
             Word(f"{record.tokens_per_s:,.0f} tokens/s", 4),
             Word(f"{(self._last - record.step) * mean_s:.0f} s left", 2),
         ]
+
+
+def _of_task(means: Mapping[str, float]) -> str:
+    """How often pairs are told apart, and by how much, where a task reports that."""
+    shown = (("accuracy", "rewards/accuracies"), ("accuracy", "accuracies"), ("margin", "rewards/margins"), ("kl", "kl"))
+    return "  ".join(f"{word} {means[name]:.3g}" for word, name in shown if name in means)
 
 
 def _of_experts(record: "StepRecord") -> str:

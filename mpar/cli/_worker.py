@@ -33,6 +33,7 @@ from mpar.train import (
     Phase,
     Progress,
     Rank,
+    Reference,
     Saving,
     StepRecord,
     Stop,
@@ -49,6 +50,7 @@ from mpar.train import (
     tensorboard_writer,
     waits_for_others,
     wandb_writer,
+    with_reference,
 )
 
 __all__ = ["connect", "main", "watched", "work"]
@@ -123,7 +125,10 @@ def work(job: Job, folder: Path, watch: Watch, deadline: float | None) -> int:
         watch.enter(Phase.BEGIN)
         data = load_data(setup, folder / DATA_FOLDER)
         _check_same(data.fingerprint, job.fingerprint, agree, watch)
-        draw_rollouts(setup, data, rank, dist.get_world_size(), _gather, device)
+        if job.reference is not None:
+            resumes = job.resume is not None
+            data = with_reference(Reference(setup, job.reference, rank, device, watch, agree, job.init, resumes), data)
+        draw_rollouts(setup, program, data, rank, _gather, device)
         evaluation = _evaluation(job, data.evaluation, device, watch)
         this = Rank(setup, program, data.training, rank, device, run, watch, saving, stop, agree, data.items, evaluation)
         state, position = start(this, job.resume, job.init)

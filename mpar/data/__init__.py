@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpar.data._answers import Answers
     from mpar.data._batches import Batches, BatchShape, DocumentBatches
     from mpar.data._collect import Progress
     from mpar.data._config import DataConfig
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from mpar.data.rows import BadRow
 
 _HOME = {
+    "Answers": "_answers",
     "Batches": "_batches",
     "BatchShape": "_batches",
     "DocumentBatches": "_batches",
@@ -54,6 +56,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Answers",
     "BadRow",
     "BatchShape",
     "Batches",

@@ -44,9 +44,7 @@ class Answers:
             found[key] = np.full((num_rows, length), _FILLS.get(key, 0), dtype=dtype)
         return found
 
-    def write(
-        self, documents: Documents, document: int, number: int, place: slice, arrays: Mapping[str, NDArray[Any]]
-    ) -> None:
+    def write(self, documents: Documents, document: int, number: int, place: slice, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Write what is to be said of a document, the one with this number in its row, at these positions."""
         start = int(documents.starts[document]) + 1
         shifted = slice(start, start + int(documents.lengths[document]))

@@ -242,6 +242,19 @@ class DocumentBatches(Batches):
         """The positions that each document takes."""
         return self.documents.lengths
 
+    def documents_in(self, step: int, row: int) -> NDArray[np.int64]:
+        """Which documents a row of `batch(step)` holds, in order."""
+        layout, sequence = self._place(step, row)
+        return layout.documents_in(sequence)
+
+    def in_order(self, batch_size: int) -> "DocumentBatches":
+        """The same sequences without shuffling, so many in a batch."""
+        return self._of(self.documents, replace(self.shape, batch_size=batch_size), False, self.report)
+
+    def with_reference_logps(self, logps: NDArray[np.float32]) -> "DocumentBatches":
+        """The same batches, with the log-probability of each document's answer by a reference model, (documents,)."""
+        return self._of(replace(self.documents, reference_logps=logps), self.shape, self.shuffle, self.report)
+
     @property
     def num_sequences(self) -> int:
         """Sequences in an epoch that hold a document."""
@@ -301,9 +314,12 @@ class DocumentBatches(Batches):
         return self._subset(training, self.shuffle, report), self._subset(held_out, False, report)
 
     def _subset(self, rows: NDArray[np.int64], shuffle: bool, report: LoadReport) -> "DocumentBatches":
+        return self._of(self.documents.select(rows), self.shape, shuffle, report)
+
+    def _of(self, documents: Documents, shape: BatchShape, shuffle: bool, report: LoadReport) -> "DocumentBatches":
         return DocumentBatches(
-            self.documents.select(rows),
-            self.shape,
+            documents,
+            shape,
             vocab_size=self._vocab_size,
             pad_id=self.pad_id,
             seed=self.seed,

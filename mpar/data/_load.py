@@ -115,7 +115,8 @@ def _row_settings(config: DataConfig, tokenizer: Tokenizer) -> tuple[object, ...
     return (
         _CACHE_FORMAT, config.kind, config.seq_len, config.truncation, config.token_weights, config.system, dict(config.columns),
         config.preprocess, code, config.weights, config.model_name, config.model_author, tokenizer.fingerprint,
-        *((config.pad_to_multiple,) if config.kind == "preference" else ()), *(() if config.answers is None else (config.answers,)),
+        *((config.pad_to_multiple,) if config.kind == "preference" else ()),
+        *(() if config.answers is None else (config.answers,)),
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ A value is one local tensor. An instruction reads values, makes values, and free
 """
 
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -124,6 +125,14 @@ class ProgramData:
     def gradients(self) -> dict[str, int]:
         """By path, the value of each parameter's finished gradient on the first part that holds the parameter."""
         return {path: value for part in reversed(self.parts) for path, value in part.gradients.items()}
+
+    def num_parameters(self) -> tuple[int, int]:
+        """How many numbers the parameters have that are trained, and those that are frozen."""
+        frozen, sizes = set(self.facts.frozen), [0, 0]
+        for leaf in self.state_in:
+            kind, _, path = leaf.path.partition(".")
+            sizes[path in frozen] += math.prod(leaf.shape) if kind == "params" else 0
+        return sizes[0], sizes[1]
 
     def axes_used(self) -> list[tuple[str, ...]]:
         """Every tuple of mesh axes over which the code communicates or asks for its rank's coordinate, sorted."""

@@ -8,9 +8,10 @@ from mpar.models._build import build, from_config, from_hf, from_module
 from mpar.models._cached import CachedDecoder, with_cache
 from mpar.models._declared import DeclaredModel
 from mpar.models._flops import flops_per_token
+from mpar.models._freeze import FrozenModel, freeze, with_frozen
 from mpar.models._language_head import HiddenHead, LanguageHead
 from mpar.models._matrix import Matrix, MatrixLeaf
-from mpar.models._model import Model, Trainable
+from mpar.models._model import Model, Read, Trainable
 from mpar.models._options import ModelOptions
 from mpar.models._scored import ScoredDecoder
 from mpar.models._storage import storage_specs
@@ -45,6 +46,7 @@ from mpar.models.hf import (
     compare_hf,
     hf_tensors,
     load_params,
+    locate,
     map_leaves_to_stored,
     open_weights,
     read_json,
@@ -83,6 +85,7 @@ __all__ = [
     "DeclaredModel",
     "DecoderConfig",
     "DecoderParams",
+    "FrozenModel",
     "HfReader",
     "HiddenHead",
     "LanguageHead",
@@ -91,6 +94,7 @@ __all__ = [
     "Model",
     "ModelOptions",
     "MoeConfig",
+    "Read",
     "ScoredDecoder",
     "StoredLeaf",
     "Trainable",
@@ -100,11 +104,13 @@ __all__ = [
     "drop",
     "flops_per_token",
     "folder_problems",
+    "freeze",
     "from_config",
     "from_hf",
     "from_module",
     "hf_tensors",
     "load_params",
+    "locate",
     "map_leaves_to_stored",
     "open_weights",
     "read_json",
@@ -115,6 +121,7 @@ __all__ = [
     "to_hf",
     "with_cache",
     "with_draws",
+    "with_frozen",
     "with_next_tokens",
     "write_hf",
 ]

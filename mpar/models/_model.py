@@ -4,7 +4,7 @@ import functools
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,10 @@ from mpar.models._matrix import Matrix, MatrixLeaf
 from mpar.ops import fold_key
 from mpar.tree import Tree
 
-__all__ = ["Model", "Trainable"]
+__all__ = ["Model", "Read", "Trainable"]
+
+Read = Callable[[str, Sequence[slice] | None], Tensor]
+"""`fn(path, slices)` gives the elements within `slices` of a leaf; None: all of them."""
 
 
 class Trainable(Chain):
@@ -107,6 +110,21 @@ class Trainable(Chain):
         if leaf.ndim < 2:
             return torch.ones(sizes, dtype=leaf.dtype)
         return normal(fold_key(seed, path), bounds, leaf.dtype).mul_(self.init_std(path))
+
+    @property
+    def plain(self) -> "Trainable":
+        """The model whose weights a folder has: the model itself, or what it was made of by adapters and the like."""
+        return self
+
+    @property
+    def parts(self) -> "Mapping[str, Trainable]":
+        """The models whose parameters it has, by the beginning of their paths: itself, unless it compares models."""
+        return {"": self}
+
+    def first_leaf(self, seed: int, path: str, slices: Sequence[slice] | None, read: Read) -> Tensor:
+        """The elements within `slices` (None: all) of the leaf at `path` before training, where `read(path, slices)` gives leaves
+        of `plain`."""
+        return read(path, slices)
 
     def init(self, seed: int, dtype: torch.dtype | None = None) -> Tree:
         """Fresh parameters, of the dtype `dtype` or their own. Every element depends only on `seed`, its path and its index."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mpar.chain import Axes, Segment, Update
 from mpar.models._matrix import Matrix
-from mpar.models._model import Trainable
+from mpar.models._model import Read, Trainable
 from mpar.tree import Tree
 
 __all__ = ["WrappedModel"]
@@ -99,6 +99,15 @@ class WrappedModel(Trainable):
     def hf_config(self) -> dict[str, object] | None:
         """As `base`."""
         return self.base.hf_config
+
+    @property
+    def plain(self) -> Trainable:
+        """As `base`."""
+        return self.base.plain
+
+    def first_leaf(self, seed: int, path: str, slices: Sequence[slice] | None, read: Read) -> Tensor:
+        """As `base`."""
+        return self.base.first_leaf(seed, path, slices, read)
 
     @property
     def forbids_microbatches(self) -> str | None:

@@ -6,7 +6,7 @@ from mpar.ir import CollectiveUse, Instruction, Kind, Leaf, Part, Value
 from mpar.program._diff import Hunk, ProgramDiff, diff
 from mpar.program._kernels import describe_kernels
 from mpar.program._program import Program
-from mpar.program._text import format_bytes, format_time
+from mpar.program._text import format_bytes, format_time, parameters_in_words
 from mpar.proof import in_order
 from mpar.runtime import (
     NO_LIMITS,
@@ -47,5 +47,6 @@ __all__ = [
     "format_bytes",
     "format_time",
     "in_order",
+    "parameters_in_words",
     "rows_of",
 ]

@@ -5,7 +5,7 @@ from mpar.hardware import Hardware
 from mpar.ir import CollectiveUse, Instruction, ProgramData
 from mpar.program._kernels import describe_kernels
 
-__all__ = ["format_bytes", "format_time", "text"]
+__all__ = ["format_bytes", "format_time", "parameters_in_words", "text"]
 
 
 def text(program: ProgramData, rank: int = 0, hardware: Hardware | None = None) -> str:
@@ -26,6 +26,8 @@ def text(program: ProgramData, rank: int = 0, hardware: Hardware | None = None) 
             for line, (start, end) in enumerate(zip(predicted.start[position], predicted.end[position], strict=True))
         ]
         head += f"   step {format_time(predicted.makespan)} predicted on {hardware.name}"
+    if program.facts.frozen:
+        head += f"   {parameters_in_words(program)}"
     lines = [head]
     used = {instruction.kind for instruction in program.parts[position].instructions}
     kernels = describe_kernels(program.facts.kernels, (use for name in used for use in program.kinds[name].kernels))
@@ -69,6 +71,13 @@ def _collective(use: CollectiveUse) -> str:
 def _names(names: list[str], max_shown: int = 4) -> str:
     shown = names if len(names) <= max_shown else [*names[: max_shown - 1], f"... {names[-1]} [{len(names)}]"]
     return ", ".join(shown)
+
+
+def parameters_in_words(program: ProgramData) -> str:
+    """How many parameters there are, and how many of them are trained and frozen if some are."""
+    trained, frozen = program.num_parameters()
+    words = f"{(trained + frozen) / 1e6:,.2f} M parameters"
+    return f"{words} ({trained / 1e6:,.2f} M trained, {frozen / 1e6:,.2f} M frozen)" if frozen else words
 
 
 def format_bytes(count: int) -> str:

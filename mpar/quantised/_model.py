@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from mpar import tree
 from mpar.chain import Segment
 from mpar.errors import ConfigError
-from mpar.models import Matrix, Trainable, WrappedModel
+from mpar.models import Matrix, Read, Trainable, WrappedModel
 from mpar.ops import NF4_BLOCK
 from mpar.quantised._layout import Kind, Layout, Parts, check_kind, layout_of
 from mpar.quantised._segment import QuantisedSegment
@@ -20,8 +20,6 @@ from mpar.tree import Tree
 __all__ = ["ALL_LINEAR", "QuantisedModel", "quantise"]
 
 ALL_LINEAR = "all-linear"
-Read = Callable[[str, Sequence[slice] | None], Tensor]
-"""`fn(path, slices)` gives the elements within `slices` of a leaf; None: all of them."""
 
 
 def quantise(
@@ -143,6 +141,10 @@ class QuantisedModel(WrappedModel):
     def init_leaf(self, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
         """The elements within `slices` of the first value of a leaf; of a part, that of the whole weight is quantised."""
         return self.leaf_of(path, slices, lambda base_path, cut: self.base.init_leaf(seed, base_path, cut))
+
+    def first_leaf(self, seed: int, path: str, slices: Sequence[slice] | None, read: Read) -> Tensor:
+        """The elements within `slices` (None: all) of a leaf, quantised, where `read(path, slices)` gives leaves of `plain`."""
+        return self.leaf_of(path, slices, lambda base_path, cut: self.base.first_leaf(seed, base_path, cut, read))
 
     def leaf_of(self, path: str, slices: Sequence[slice] | None, read: Read) -> Tensor:
         """The elements within `slices` (None: all) of the leaf at `path`, where `read(path, slices)` gives leaves of `base`.

@@ -73,8 +73,8 @@ def init_state(program: ProgramData, params: Tree, rank: int | None = None) -> S
     """The state before the first step: `params` and zeros for the optimizer.
 
     rank: the rank whose shards are returned; None gives a global state, for `simulate`. The leaves of `params` are global
-    tensors, or DTensors placed as the program stores them. Raises ShapeError, listing all problems, if a parameter is missing,
-    unknown, or of another shape or dtype.
+    tensors, or DTensors placed as the program stores them. Frozen ones may have a wider dtype than that in which the program
+    stores them. Raises ShapeError, listing all problems, if a parameter is missing, unknown, or of another shape or dtype.
     """
     stored = program.state_in if rank is None else program.part(rank).state_in
     given: dict[str, Any] = {f"params.{path}": x for path, x in tree.leaves_with_path(params)}
@@ -83,6 +83,8 @@ def init_state(program: ProgramData, params: Tree, rank: int | None = None) -> S
     problems += [f"{path} is not in the program" for path in given if path not in expected]
     for path in given.keys() & expected.keys():
         x, leaf = given[path], expected[path]
+        if path.removeprefix("params.") in program.facts.frozen and x.is_floating_point():
+            x = given[path] = x.to(leaf.dtype)
         if (tuple(x.shape), x.dtype) != (leaf.shape, leaf.dtype):
             problems.append(f"{path} is {x.dtype} {tuple(x.shape)}, the program has {leaf.dtype} {leaf.shape}")
     if problems:

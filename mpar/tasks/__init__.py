@@ -5,8 +5,9 @@ is given `Forwards`, and asks them for what it needs: log-probabilities of label
 of a row are the pair k, so no entry of the batch has to say which answers belong together.
 """
 
+from mpar.tasks._answer_logps import AnswerLogps
 from mpar.tasks._answers import members_of, per_answer, per_token
-from mpar.tasks._chain import MEAN, TaskChain, task_means
+from mpar.tasks._chain import BESIDE_MODEL, MEAN, TaskChain, task_means
 from mpar.tasks._cpo import Cpo
 from mpar.tasks._dft import Dft
 from mpar.tasks._dpo import DPO_LOSSES, Dpo
@@ -20,11 +21,13 @@ from mpar.tasks._reward import Prm, Reward
 from mpar.tasks._task import COLUMN, POSITIONS, Entry, Forward, Forwards, Means, Task
 
 __all__ = [
+    "BESIDE_MODEL",
     "COLUMN",
     "DPO_LOSSES",
     "MEAN",
     "MISMATCHED",
     "POSITIONS",
+    "AnswerLogps",
     "Cpo",
     "Dft",
     "Dpo",
@@ -44,7 +47,6 @@ __all__ = [
     "TaskChain",
     "gae",
     "generalised_jsd",
-    "grpo",
     "grpo_loss",
     "members_of",
     "per_answer",

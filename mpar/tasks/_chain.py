@@ -15,12 +15,14 @@ from mpar.tasks._reference import REFERENCE, beside, joined_paths
 from mpar.tasks._task import Forward, Forwards, Task
 from mpar.tree import Tree
 
-__all__ = ["MEAN", "TaskChain", "task_means"]
+__all__ = ["BESIDE_MODEL", "MEAN", "TaskChain", "task_means"]
 
 MEAN = ".mean"
 """How the names of those metrics of a segment end that are a sum and a count, of shape (2,)."""
 TASK = "task"
 """Where the parameters of a task are in the tree."""
+BESIDE_MODEL = (f"{TASK}.", f"{REFERENCE}.")
+"""How the paths of parameters begin that are not those of the model."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,18 @@ class TaskChain(Trainable):
     def hf_config(self) -> dict[str, object] | None:
         """That of the model."""
         return self.model.hf_config
+
+    @property
+    def plain(self) -> Trainable:
+        """That of the model."""
+        return self.model.plain
+
+    @property
+    def parts(self) -> Mapping[str, Trainable]:
+        """The model, and the reference model, which begins as the model does."""
+        if self.reference is None or self.shared:
+            return {"": self.model}
+        return {"": self.model, f"{REFERENCE}.": self.reference}
 
     def init_leaf(self, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
         """The reference model begins as the same model; parameters of the task are zero."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mpar.train._origin import steps_done
     from mpar.train._place import Phase, Place, read_place
     from mpar.train._plug_ins import PLUGGABLE, plug_ins, values_of_reference, with_options
+    from mpar.train._reference import Reference, with_reference
     from mpar.train._rollouts import ROLLOUTS_FOLDER, draw_rollouts
     from mpar.train._run_data import RunData, load_data, make_tokenizer, training_data
     from mpar.train._saving import Saving
@@ -98,6 +99,8 @@ _HOME = {
     "read_metrics": "_metrics",
     "tensorboard_writer": "_metrics",
     "wandb_writer": "_metrics",
+    "Reference": "_reference",
+    "with_reference": "_reference",
     "ROLLOUTS_FOLDER": "_rollouts",
     "draw_rollouts": "_rollouts",
     "RunData": "_run_data",
@@ -149,6 +152,7 @@ __all__ = [
     "PlanConfig",
     "Progress",
     "Rank",
+    "Reference",
     "RunData",
     "RunSetup",
     "Saving",
@@ -200,6 +204,7 @@ __all__ = [
     "waits_for_others",
     "wandb_writer",
     "with_options",
+    "with_reference",
     "within_bounds",
     "write_job",
     "write_run_dir",

@@ -8,7 +8,8 @@ from typing import Any, get_type_hints
 
 from mpar.checkpoint import Json
 from mpar.models import Trainable
-from mpar.train._config import ModelConfig, PlainConfig, TrainConfig
+from mpar.train._adapters import adapted
+from mpar.train._config import AdapterConfig, ModelConfig, PlainConfig, TrainConfig
 from mpar.train._setup import model_of
 
 __all__ = ["config_changes", "function_changes", "model_then"]
@@ -72,13 +73,25 @@ def _shown(value: object) -> str:
 
 
 def model_then(config: Mapping[str, Json], hf_config: Mapping[str, Json] | None) -> Trainable | None:
-    """The model of a checkpoint: `config` is the configuration that it records, `hf_config` the content of config.json.
+    """The model of a checkpoint with its adapters: `config` is the configuration that it records, `hf_config` the content of config.json.
 
     None for a checkpoint of an older version that lacks what is needed. Raises an MparError if no model can be made of it.
     """
-    group = config.get("model")
+    group, adapter = config.get("model"), config.get("adapter")
     if not isinstance(group, Mapping):
         return None
+    chosen = {} if not isinstance(adapter, Mapping) else {
+        field.name: _in_tuples(adapter[field.name]) for field in fields(AdapterConfig) if field.name in adapter
+    }
+    made = _plain_model_then(group, hf_config)
+    return None if made is None else adapted(AdapterConfig(**chosen), made)
+
+
+def _in_tuples(value: Json) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _plain_model_then(group: Mapping[str, Json], hf_config: Mapping[str, Json] | None) -> Trainable | None:
     known: dict[str, Any] = {field.name: group[field.name] for field in fields(ModelConfig) if field.name in group}
     raw = hf_config or known.get("config")
     known |= {"ignore": tuple(known.get("ignore") or ())}

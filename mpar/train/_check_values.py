@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from mpar.data import TokenWeights
 from mpar.errors import ConfigError
-from mpar.train._config import EvaluationConfig, ModelConfig, OptimizerConfig, TaskConfig, TrainConfig
+from mpar.train._config import EvaluationConfig, ModelConfig, OptimizerConfig, TrainConfig
 from mpar.train._duration import deadline_after
 from mpar.train._key import within_bounds
 from mpar.train._learning_rate import make_learning_rate
@@ -16,6 +16,13 @@ __all__ = ["value_problems"]
 _WORD_BYTES = 8
 _NUM_BATCH_ENTRIES = 4  # tokens, labels, positions, documents
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
+_KINDS = {
+    "next_token": ("sft", "pt"),
+    "dft": ("sft", "pt"),
+    "kto": ("kto",),
+    "prm": ("prm",),
+    "grpo": ("prompt",),
+}  # the rows that a task learns from, if not pairs
 _DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -28,7 +35,7 @@ def value_problems(config: TrainConfig, memory_bytes: int | None = None) -> list
         *_of_model(config.model),
         *_of_optimizer(config.optimizer),
         *_of_learning_rate(config),
-        *_of_task(config.task),
+        *_of_task(config),
         *_of_rollouts(config),
         *_of_token_weights(config.data.token_weights),
         *_of_evaluation(config.evaluation),
@@ -67,12 +74,24 @@ def _of_learning_rate(config: TrainConfig) -> list[str]:
     return []
 
 
-def _of_task(task: TaskConfig) -> Iterator[str]:
-    if task.kind in ("preference", "kto"):
+def _of_task(config: TrainConfig) -> Iterator[str]:
+    task = config.task
+    kinds = _KINDS.get(task.learn, ("preference",))
+    if task.plugin is None and task.kind not in kinds:
         yield (
-            f"task.kind={task.kind}: `mpar data show` and `mpar data stats` read such rows, and no task learns from them yet; "
-            "data.columns={chosen: messages} with task=sft trains on preferred answers alone"
+            f"task.kind={task.kind} with task.learn={task.learn}, which learns from {' or '.join(kinds)}: choose both by "
+            "task=sft, pt, dft, dpo, orpo, simpo, cpo, reward, kto or grpo"
         )
+    needed = 2 if task.learn not in ("next_token", "dft", "prm", "grpo") else 1
+    if task.answers < needed or task.answers % needed:
+        yield f"task.answers={task.answers}: answers come in twos with task.learn={task.learn}, so it must be an even number"
+    if task.reference == "columns" and config.data.stream:
+        yield (
+            "task.reference=columns with data.stream: log-probabilities are computed for all rows before the first step, and a "
+            "stream has no end; use task.reference=frozen"
+        )
+    if task.reference == "adapter":
+        yield "task.reference=adapter: there is no adapter; use task.reference=frozen or columns"
 
 
 def _of_rollouts(config: TrainConfig) -> Iterator[str]:

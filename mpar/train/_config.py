@@ -141,10 +141,45 @@ class TaskConfig(RolloutKeys):
     """What is learned from the data."""
 
     kind: Literal["sft", "pt", "preference", "kto", "prompt"] = key(
-        "sft: conversations, with the loss on answers; pt: plain text, with the loss on every token; preference: pairs of a "
-        "chosen and a rejected answer, kto: answers with a label, which only `mpar data` reads yet; prompt: questions "
-        "that the model answers as it is trained"
+        "rows of the data: sft: conversations, with labels on answers; pt: plain text, with labels on every token; preference: "
+        "pairs of a chosen and a rejected answer; kto: answers with a label; prompt: questions, which the model "
+        "answers as it is trained"
     )
+    learn: Literal["next_token", "dpo", "kto", "orpo", "cpo", "reward", "prm", "dft", "grpo"] = key(
+        "what is learned from them; the keys from `loss` to `centre` are its options, null: its default",
+        default="next_token",
+    )
+    answers: int = key("the most answers that a sequence may hold; the two of a pair are both counted", default=32, at_least=1)
+    loss: str | dict[str, float] | None = key(
+        "dpo: sigmoid, robust, hinge, ipo, sigmoid_norm, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, discopop, "
+        "sft, or a sum {sigmoid: 1, sft: 0.2}; kto: kto, apo_zero_unpaired; cpo: sigmoid, hinge, ipo, simpo; "
+        "grpo: dapo, grpo, bnpo, dr_grpo, cispo",
+        default=None,
+    )
+    beta: float | Literal["data"] | None = key(
+        "how strongly the model is held to what it was; data: the column `beta` of each row", default=None
+    )
+    reference: Literal["frozen", "adapter", "columns", "none"] | None = key(
+        "dpo, kto: the model that is compared with: `frozen`, a copy in the same program; `columns`: its log-probabilities, "
+        "computed once before the first step, and kept; `adapter`: the model without its adapter; none",
+        default=None,
+    )
+    label_smoothing: float | None = key("dpo, cpo: the share of pairs that may be labelled wrongly", default=None, at_least=0)
+    rpo_alpha: float | None = key("dpo: adds so much of the loss of the chosen answer", default=None, at_least=0)
+    ld_alpha: float | None = key(
+        "dpo: what tokens beyond the length of the shorter answer weigh", default=None, at_least=0, at_most=1
+    )
+    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] | None = key(
+        "dpo: what holds the model to the reference model", default=None
+    )
+    divergence_alpha: float | None = key("dpo: of divergence=alpha", default=None)
+    gamma: float | None = key("cpo with loss=simpo: the margin", default=None, at_least=0)
+    cpo_alpha: float | None = key("cpo: adds so much of the loss of the chosen answer", default=None, at_least=0)
+    prompt: bool | None = key("orpo: whether the tokens of the prompt are learned, too", default=None)
+    desirable_weight: float | None = key("kto: what good answers weigh", default=None, at_least=0)
+    undesirable_weight: float | None = key("kto: what bad answers weigh", default=None, at_least=0)
+    margin: float | Literal["data"] | None = key("reward: the margin; data: the column `margin` of each row", default=None)
+    centre: float | None = key("reward: holds the sum of both scores near zero", default=None, at_least=0)
     chat: tuple[str, ...] | None = key(
         "questions that the trained model answers at the end; null: those of the sample data, if it learned them",
         default=None,
@@ -155,6 +190,30 @@ class TaskConfig(RolloutKeys):
         default=None,
     )
     options: dict[str, Any] = key("parameters of the plug-in; `task.NAME=value` sets one", default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Small matrices that are trained in the place of the weights; names and meanings are those of PEFT."""
+
+    kind: Literal["lora"] | None = key("lora: with adapters; null: without", default=None)
+    rank: int = key("columns of A and rows of B", default=8, at_least=1)
+    alpha: float = key("A B is multiplied by alpha / rank", default=16.0, above=0)
+    dropout: float = key("training drops features of what A reads with this probability", default=0.0, at_least=0, below=1)
+    rslora: bool = key("A B is multiplied by alpha / sqrt(rank) instead", default=False)
+    dora: bool = key("train a magnitude for each output, too", default=False)
+    init: Literal["kaiming", "gaussian", "random", "pissa", "olora"] = key("how A and B begin", default="kaiming")
+    targets: str | tuple[str, ...] = key(
+        "all-linear, ends of the names of modules such as [q_proj,v_proj], or a regular expression of full names",
+        default="all-linear",
+    )
+    exclude: str | tuple[str, ...] = key("no adapters for these modules, named likewise", default=())
+    layers: tuple[int, ...] | None = key("the numbers of the layers that have adapters; null: all", default=None)
+    rank_pattern: dict[str, int] = key("other ranks, by a regular expression of the end of a name", default_factory=dict)
+    alpha_pattern: dict[str, float] = key("other values of alpha, likewise", default_factory=dict)
+    modules_to_save: tuple[str, ...] = key("modules that are trained in full, such as [lm_head]", default=())
+    bias: Literal["none", "all", "lora_only"] = key("which biases are trained", default="none")
+    b_rate: float = key("the learning rate of B is multiplied by this (LoRA+)", default=1.0, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,6 +442,23 @@ class ResumeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FreezeConfig:
+    """Parameters that training does not change. They have no gradient, no state of the optimizer, and no copy in float32."""
+
+    names: tuple[str, ...] = key(
+        "patterns of paths of parameters, or of names of Hugging Face tensors, such as model.layers.[0-3].*", default=()
+    )
+    segments: tuple[str, ...] = key("patterns of names of segments, such as embed or layers.1?", default=())
+    ratio: float = key(
+        "share of the numbers of the model that are frozen from its beginning on, whole parameters only",
+        default=0.0,
+        at_least=0,
+        at_most=1,
+    )
+    trainable: tuple[str, ...] = key("patterns like names, of what is trained in spite of these", default=())
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpikeConfig:
     """When a loss or a gradient norm is a spike; on_spike says what happens then."""
 
@@ -437,6 +513,7 @@ class TrainConfig:
 
     model: ModelConfig
     data: DataGroup
+    freeze: FreezeConfig = key("what is not trained", default_factory=FreezeConfig)
     task: TaskConfig
     mesh: MeshConfig
     strategy: StrategyConfig
@@ -449,6 +526,7 @@ class TrainConfig:
     evaluation: EvaluationConfig
     spike: SpikeConfig
     plan: PlanConfig
+    adapter: AdapterConfig = key("adapters that are trained in the place of the weights", default_factory=AdapterConfig)
     experiment: str | None = key("a file in conf/experiment that changes other keys", default=None)
     steps: int = key("optimizer updates of the run", at_least=1)
     seed: int = key("seed of fresh weights and of the order of the data", default=0, at_least=0, at_most=2**63 - 1)

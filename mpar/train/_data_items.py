@@ -14,7 +14,10 @@ __all__ = ["BATCH_SIZE", "data_items", "unlike_data"]
 BATCH_SIZE = "data.batch_size"
 _SEQ_LEN, _ROWS, _TOKENIZER, _TEMPLATE = "data.seq_len", "rows", "tokenizer", "chat template"
 _ROWS_OF = "rows of "
-_OF_BATCHES = (BATCH_SIZE, _SEQ_LEN, "data.packing", "data.pad_to_multiple", "data.shuffle", "seed", "padding id")
+_OF_BATCHES = (
+    *(BATCH_SIZE, _SEQ_LEN, "data.packing", "data.pad_to_multiple", "data.shuffle", "seed", "padding id"),
+    *("task.learn", "task.answers"),
+)
 """The items that batches depend on besides documents. All other items matter only as far as they change the documents."""
 _WORDS = {
     _ROWS: "data.sources: the same names, but other rows are in the files",
@@ -48,6 +51,8 @@ def data_items(config: TrainConfig, tokenizer: Tokenizer, batches: Batches) -> d
         "data.shuffle_rows": data.shuffle_rows if data.stream else None,
         "evaluation.fraction": config.evaluation.fraction,
         "task.kind": task.kind,
+        "task.learn": None if batches.shape.answers is None else task.learn,
+        "task.answers": None if batches.shape.answers is None else task.answers,
         _TOKENIZER: tokenizer.text_fingerprint,
         _TEMPLATE: None if template is None else hashlib.sha256(template.source.encode()).hexdigest(),
         _ROWS: batches.data_fingerprint,

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from mpar.data import Batches
 from mpar.program import Program, RankRun, Replay, State
+from mpar.tasks import MEAN, task_means
 from mpar.train._local_batch import LocalBatches
 from mpar.train._watch import Watch
 
@@ -16,10 +18,11 @@ __all__ = ["EvalLosses", "Evaluation"]
 
 @dataclass(frozen=True)
 class EvalLosses:
-    """The mean loss over the labels of all sets together, and of each set."""
+    """The mean loss over the labels of all sets together, and of each set; and the means that a task reports, over all sets."""
 
     mean: float
     of_set: Mapping[str, float]
+    task_means: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,21 @@ class Evaluation:
 
     def losses(self, state: State, rank: int, device: torch.device, watch: Watch) -> "EvalLosses":
         """The mean loss over all labels of each set. All ranks must call this together. `state` is not changed."""
-        sums = {name: self._sum(batches, state, rank, device, watch) for name, batches in self.sets.items()}
+        reported: dict[str, Tensor] = {}
+        sums = {name: self._sum(batches, state, rank, device, watch, reported) for name, batches in self.sets.items()}
         total, weight = (math.fsum(parts) for parts in zip(*sums.values(), strict=True))
-        return EvalLosses(_mean(total, weight), {name: _mean(*parts) for name, parts in sums.items()})
+        return EvalLosses(_mean(total, weight), {name: _mean(*parts) for name, parts in sums.items()}, task_means(reported))
 
-    def _sum(self, batches: Batches, state: State, rank: int, device: torch.device, watch: Watch) -> tuple[float, float]:
-        """(the sum of the losses of all labels, what they weigh) in one set."""
+    def _sum(
+        self,
+        batches: Batches,
+        state: State,
+        rank: int,
+        device: torch.device,
+        watch: Watch,
+        reported: dict[str, Tensor],
+    ) -> tuple[float, float]:
+        """(the sum of the losses of all labels, what they weigh) in one set. Sums that a task reports are added to `reported`."""
         total = weight = 0.0
         count = min(count for count in (self.num_batches, batches.steps_per_epoch) if count is not None)
         params = [leaf.path for leaf in self.program.part(rank).state_in]
@@ -59,6 +71,9 @@ class Evaluation:
                 watch.between_steps(state.step)
                 total += float(metrics["loss"]) * float(metrics["weight"])
                 weight += float(metrics["weight"])
+                for name in (name for name in metrics if name.endswith(MEAN)):
+                    sums = metrics[name].to(torch.float64)
+                    reported[name] = reported[name] + sums if name in reported else sums
         return total, weight
 
 

@@ -8,7 +8,7 @@ from mpar.program import Program
 from mpar.train._config import PlainConfig, TrainConfig
 from mpar.train._job_folder import JOB_FILE, read_private, read_run_dir, write_private, write_run_dir
 from mpar.train._place import Place
-from mpar.train._setup import make_optimizer
+from mpar.train._setup import run_optimizer
 
 __all__ = ["Job", "read_job", "write_job"]
 
@@ -19,7 +19,8 @@ class Job:
     resume: the checkpoint to go on from, if any. evaluation: the program that evaluates, if the run does. init: the checkpoint or
     Hugging Face folder that has the first parameters of a fresh start, if any. changes: what differs from the configuration that
     the checkpoint records, a line each. fingerprint: of the data, as they were when the job was prepared.
-    optimizer_steps: for how many steps the learning rate is made; None: those of the configuration."""
+    optimizer_steps: for how many steps the learning rate is made; None: those of the configuration. reference: the program that
+    gives the log-probabilities of a reference model before the first step, if the batches of the run have them."""
 
     config: TrainConfig
     resolved: PlainConfig
@@ -30,6 +31,7 @@ class Job:
     changes: tuple[str, ...] = ()
     fingerprint: str = ""
     optimizer_steps: int | None = None
+    reference: Program | None = None
 
     def program_at(self, place: Place | None) -> Program:
         """The program that a rank at `place` is running: the training or the evaluation."""
@@ -49,7 +51,7 @@ def read_job(folder: Path) -> Job:
     """The job that this user's launcher wrote into `folder`. Raises ConfigError if another user could have written it, and
     PlainDataError if it is damaged. The optimizer is made of the configuration."""
     job, run_dir = plain.from_text(Job, read_private(folder / JOB_FILE)), read_run_dir(folder)
-    program = job.program.with_optimizer(make_optimizer(job.config.optimizer, job.optimizer_steps or job.config.steps))
+    program = job.program.with_optimizer(run_optimizer(job.config, job.optimizer_steps or job.config.steps))
     return replace(
         job, program=program, config=replace(job.config, run_dir=run_dir), resolved=job.resolved | {"run_dir": run_dir}
     )

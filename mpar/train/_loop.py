@@ -14,6 +14,7 @@ from torch import Tensor
 from mpar.checkpoint import Json
 from mpar.data import Batches
 from mpar.errors import RewardError
+from mpar.models import Trainable
 from mpar.program import NO_LIMITS, Program, RankRun, Replay, State
 from mpar.tasks import task_means
 from mpar.train._evaluation import EvalLosses, Evaluation
@@ -25,11 +26,11 @@ from mpar.train._metrics import StepRecord, flops_per_token, peak_memory_bytes
 from mpar.train._place import Phase
 from mpar.train._saving import Saving
 from mpar.train._setup import RunSetup
-from mpar.train._state import PARAMS, Progress, fresh_state, is_checkpoint, load_state
+from mpar.train._state import PARAMS, Progress, fresh_state, has_params, is_checkpoint, load_state
 from mpar.train._stop import Stop
 from mpar.train._watch import Watch
 
-__all__ = ["Rank", "run_steps", "start"]
+__all__ = ["Rank", "first_state", "run_steps", "start"]
 
 _LARGEST_EXPONENT = 700.0  # math.exp of this is still a finite float
 
@@ -67,10 +68,18 @@ def start(rank: Rank, resume: Path | None, init: Path | None = None) -> tuple[St
         rank.batches.go_to(reached.data_cursor)
         return state, replace(reached, hf_config=hf_config)
     progress = Progress(0, 0, data, config.seed, data_items=rank.data_items, hf_config=hf_config)
-    if init is not None and is_checkpoint(init):
-        return load_state(rank.program, init, rank.rank, rank.device, params_only=True)[0], progress
+    return first_state(rank.setup, rank.program, rank.rank, rank.device, init), progress
+
+
+def first_state(setup: RunSetup, program: Program, rank: int, device: torch.device, init: Path | None) -> State:
+    """What a rank of `program` begins with: parameters in `init`, a checkpoint or a Hugging Face folder, or without it those
+    that the configuration names; the optimizer's state is zero."""
+    config = setup.config
+    model = setup.chain if isinstance(setup.chain, Trainable) else setup.model
+    if init is not None and is_checkpoint(init) and list(model.parts) == [""] and has_params(model, init):
+        return load_state(program, init, rank, device, params_only=True)[0]
     path = str(init) if init is not None else None if config.model.random_init else config.model.path
-    return fresh_state(rank.program, model, rank.rank, seed=config.seed, hf_path=path, device=rank.device), progress
+    return fresh_state(program, model, rank, seed=config.seed, source=path, device=device)
 
 
 def run_steps(rank: Rank, state: State, progress: Progress, on_step: Callable[[StepRecord], None]) -> tuple[State, Progress]:
@@ -181,7 +190,6 @@ class _Yardstick:
             expert_load=expert_load(metrics),
             skipped=progress.health.skipped,
             data_use=progress.data_numbers(),
-            task_means=task_means(metrics),
         )
 
 
@@ -190,7 +198,10 @@ def _with_evaluation(record: StepRecord, found: EvalLosses | None) -> StepRecord
     if found is None:
         return record
     of_set = dict(found.of_set) if len(found.of_set) > 1 else {}
-    return replace(record, eval_loss=found.mean, perplexity=math.exp(min(found.mean, _LARGEST_EXPONENT)), eval_losses=of_set)
+    perplexity = None if found.task_means else math.exp(min(found.mean, _LARGEST_EXPONENT))  # the loss of a task is no entropy
+    return replace(
+        record, eval_loss=found.mean, perplexity=perplexity, eval_losses=of_set, eval_task_means=dict(found.task_means)
+    )
 
 
 def _evaluated(rank: Rank, state: State, step: int) -> EvalLosses | None:

@@ -35,7 +35,8 @@ __all__ = [
 class StepRecord:
     """The measurements of one step.
 
-    tokens:          labels trained on since the run began. tokens_per_s: positions of the batch, padding included, per second.
+    tokens:          labels trained on since the run began; of a task, how much it learned from, such as pairs.
+    tokens_per_s:    positions of the batch, padding included, per second.
     flops_per_s:     FLOP/s of the model on all ranks together. Attention is counted over all pairs of positions, and over half of
                      them in flops_per_s_causal.
     predicted_memory_bytes: predicted peak of a rank, for the tensors of the step.
@@ -50,7 +51,7 @@ class StepRecord:
     data_s: for how many seconds the step waited for its batch.
     data_use: the rows and tokens that all steps have been given, by source; of a stream also rows that were left out, by reason.
     batch_numbers: what there is to see of a batch that depends on the parameters, such as the mean reward of its answers.
-    task_means: the metrics of the task.
+    task_means, eval_task_means: means that the task reports, of the step and of all data to evaluate on.
     skipped: how many steps of the run so far were skipped, because loss or gradient norm were not finite or a spike.
     notes: what is wrong with the step, in words; nothing with most.
     """
@@ -79,6 +80,7 @@ class StepRecord:
     data_use: Mapping[str, float] = field(default_factory=dict)
     batch_numbers: Mapping[str, float] = field(default_factory=dict)
     task_means: Mapping[str, float] = field(default_factory=dict)
+    eval_task_means: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -96,10 +98,11 @@ class StepRecord:
         """All numbers that are not None, by name; those of one layer are named like `max_load/layers.3`, those of one of several
         sets to evaluate on like `eval_loss/NAME`.
         """
-        mappings = ("side_losses", "eval_losses", "expert_load", "data_use", "batch_numbers", "task_means")
+        mappings = ("side_losses", "eval_losses", "expert_load", "data_use", "batch_numbers", "task_means", "eval_task_means")
         names = [f.name for f in fields(self) if f.name not in (*mappings, "notes")]
         numbers = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         numbers |= {**self.side_losses, **self.data_use, **self.batch_numbers, **self.task_means}
+        numbers |= {f"eval_{name}": mean for name, mean in self.eval_task_means.items()}
         numbers |= {f"eval_loss/{name}": loss for name, loss in self.eval_losses.items()}
         if self.expert_load:
             numbers |= {"max_load": self.max_load, "dropped": self.dropped}

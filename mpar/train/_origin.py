@@ -11,7 +11,7 @@ from mpar.models import Trainable
 from mpar.train._changes import config_changes, function_changes, model_then
 from mpar.train._config import PlainConfig, TrainConfig
 from mpar.train._data_items import BATCH_SIZE
-from mpar.train._setup import RunSetup, model_of
+from mpar.train._setup import RunSetup, trained_model
 from mpar.train._state import Progress, checkpoint_in, resume_from
 
 __all__ = ["Origin", "find_origin", "steps_done"]
@@ -59,7 +59,8 @@ def find_origin(setup: RunSetup, resolved: PlainConfig) -> Origin:
             "Give a larger steps=, or another run_dir."
         )
     if not config.resume.allow_change:
-        _check_function(resume, model_then(then, reached.hf_config), model_of(config.model))
+        _check_function(resume, model_then(then, reached.hf_config), trained_model(config))
+        _check_frozen(resume, then, resolved)
     if config.resume.state == "all":
         _check_optimizer(resume, then, str(config.optimizer.plugin or config.optimizer.kind))
     return Origin(resume, reached, changes=tuple(config_changes(then, resolved)))
@@ -133,6 +134,18 @@ def _check_function(path: Path, then: Trainable | None, now: Trainable) -> None:
         + " Or begin a new run with a new run_dir"
         + (", from these weights with init_from=." if _shapes(then) == _shapes(now) else ".")
     )
+
+
+def _check_frozen(path: Path, then: Mapping[str, Json], now: PlainConfig) -> None:
+    """Raise CheckpointError if other parameters are frozen than before."""
+    changes = [line for line in config_changes(then, now) if line.startswith("freeze.")]
+    if changes:
+        raise CheckpointError(
+            f"cannot go on from {path}: other parameters would be frozen (then -> now):\n  "
+            + "\n  ".join(changes)
+            + "\nRestore these settings; or train others from here on, with a fresh optimizer: resume=weights "
+            "resume.allow_change=true. Or begin a new run with a new run_dir, from these weights with init_from=."
+        )
 
 
 def _shapes(model: Trainable) -> list[tuple[str, tuple[int, ...]]]:

@@ -11,6 +11,7 @@ from mpar.train._config import TrainConfig
 from mpar.train._data_items import data_items
 from mpar.train._setup import RunSetup, reward_specs, rollout_plan
 from mpar.train._sizes import batch_size, seq_len
+from mpar.train._tasks import answers_of
 
 __all__ = ["HELD_OUT", "RunData", "load_data", "make_tokenizer", "training_data"]
 
@@ -134,4 +135,5 @@ def _data_config(config: TrainConfig, sources: tuple[str, ...], *, shuffle: bool
         preprocess=data.preprocess,
         stop=data.stop,
         isolate=data.isolate,
+        answers=answers_of(task),
     )

@@ -20,7 +20,9 @@ from mpar.program import Hardware
 from mpar.rollouts import RewardSpec, RolloutPlan
 from mpar.strategy import Strategy, preset
 from mpar.tasks import COLUMN, TaskChain
+from mpar.train._adapters import adapted, with_rates
 from mpar.train._config import (
+    FreezeConfig,
     HardwareConfig,
     MeshConfig,
     ModelConfig,
@@ -32,6 +34,7 @@ from mpar.train._config import (
 from mpar.train._learning_rate import make_learning_rate
 from mpar.train._plug_ins import plug_in_of
 from mpar.train._sizes import batch_size, seq_len
+from mpar.train._tasks import make_task
 
 __all__ = [
     "RunSetup",
@@ -45,6 +48,8 @@ __all__ = [
     "make_strategy",
     "model_of",
     "num_threads",
+    "run_optimizer",
+    "trained_model",
 ]
 
 BATCH_KEYS = ("tokens", "labels", "positions", "documents")
@@ -55,7 +60,7 @@ WEIGHT_KEYS = ("token_weights", "next_token_weights")  # of labels, and of those
 class RunSetup:
     """A configuration and the objects that it names. Every process makes this once and passes it to what needs it.
 
-    chain: what is trained, which is the model itself unless a task of the user's own makes another chain of it.
+    chain: what is trained, which is the model itself unless some of it is frozen, or a task makes another chain of it.
     """
 
     config: TrainConfig
@@ -73,8 +78,9 @@ def make_setup(config: TrainConfig) -> RunSetup:
     Raises an MparError if mesh, strategy, model or kernels are impossible.
     """
     mesh, strategy = make_mesh(config.mesh), make_strategy(config.strategy, config.mesh)
-    model = _model(config.model, mesh, strategy)
-    return RunSetup(config, mesh, strategy, model, chain_of(config, model), make_hardware(config.hardware), _kernels(config))
+    model = adapted(config.adapter, _model(config.model, mesh, strategy))
+    chain = chain_of(config, _frozen(config.freeze, model))
+    return RunSetup(config, mesh, strategy, model, chain, make_hardware(config.hardware), _kernels(config))
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
@@ -116,6 +122,11 @@ def _model(group: ModelConfig, mesh: Mesh, strategy: Strategy) -> Trainable:
     return plain if groups == (1, 1) else _model_of(group, {**router, "token_groups": groups})
 
 
+def trained_model(config: TrainConfig) -> Trainable:
+    """The model of a run with its adapters, on a mesh that does not divide the tokens of its routers."""
+    return adapted(config.adapter, model_of(config.model))
+
+
 def model_of(group: ModelConfig) -> Trainable:
     """The model of `group` on a mesh that does not divide the tokens of its routers: what it computes without a mesh."""
     router = group.router and {name: value for name, value in group.router.items() if name != "group"}
@@ -153,13 +164,23 @@ def _model_of(group: ModelConfig, router: Mapping[str, object] | None) -> Traina
     return models.from_config(source, options)
 
 
+def _frozen(group: FreezeConfig, model: Trainable) -> Trainable:
+    """The model, of which training does not change what `group` says. Raises ConfigError or UnknownNameError."""
+    return models.freeze(model, names=group.names, segments=group.segments, ratio=group.ratio, trainable=group.trainable)
+
+
 def chain_of(config: TrainConfig, model: Trainable) -> Chain:
-    """What is trained: `model`, or what a task of the user's own makes of it. Raises ConfigError if that is no chain with the
-    parameters of the model.
+    """What is trained: `model`, or what a task makes of it. Raises ConfigError if options of the task are impossible, or if what
+    a task of the user's own makes is no chain with the parameters of the model, or one that trains what is frozen in the model.
     """
     plug_in = plug_in_of(config.task)
     if plug_in is None:
-        return model
+        task = make_task(config.task)
+        if task is None:
+            return model
+        chain: Chain = TaskChain(model, task, model if task.compares else None)
+        check_chain(chain, trains=True)
+        return chain
     made = plug_in.call(model)
     if isinstance(made, type) or not hasattr(made, "segments"):
         raise ConfigError(
@@ -174,6 +195,11 @@ def chain_of(config: TrainConfig, model: Trainable) -> Chain:
         raise ConfigError(
             f"{plug_in.label} returned a chain with other parameters than the model (model -> chain):\n  {lines}\n"
             "A task changes the loss. A chain with parameters of its own is a model: model=module:function."
+        )
+    if unfrozen := sorted(model.frozen - chain.frozen):
+        raise ConfigError(
+            f"{plug_in.label} returned a chain that trains {len(unfrozen)} parameters which are frozen in the model: "
+            f"{', '.join(unfrozen[:4])}\nIts `frozen` must have those of the model that it is given."
         )
     return chain
 
@@ -206,7 +232,9 @@ def batch_shapes(
     ints: dict[str, tuple[tuple[int, int], torch.dtype]] = dict.fromkeys(keys, (shape, torch.int64))
     if isinstance(chain, TaskChain):
         columns = (shape[0], answers_per_row(config))
-        ints |= {key: (columns if entry.axes == COLUMN else shape, entry.dtype) for key, entry in chain.task.entries.items()}
+        own = {key: (columns if entry.axes == COLUMN else shape, entry.dtype) for key, entry in chain.task.entries.items()}
+        if own:
+            return {**ints, **own}
     if TokenWeights.parse(config.data.token_weights).binary:
         return ints
     if WEIGHT_KEYS[0] not in chain.batch_axes:
@@ -220,7 +248,7 @@ def batch_shapes(
 
 def answers_per_row(config: TrainConfig) -> int:
     """How many answers a row of a batch may have."""
-    return rollout_plan(config).answers_per_row
+    return rollout_plan(config).answers_per_row if config.task.kind == "prompt" else config.task.answers
 
 
 def rollout_plan(config: TrainConfig) -> RolloutPlan:
@@ -246,6 +274,11 @@ def reward_specs(task: TaskConfig) -> list[RewardSpec]:
     return [
         RewardSpec(name, weight, task.reward_options.get(name, {})) for name, weight in zip(task.rewards, weights, strict=True)
     ]
+
+
+def run_optimizer(config: TrainConfig, steps: int) -> Optimizer:
+    """The optimizer of a run of `steps` updates, with the rates of its adapters. Raises ConfigError."""
+    return with_rates(config.adapter, make_optimizer(config.optimizer, steps))
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> Optimizer:

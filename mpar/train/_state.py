@@ -1,7 +1,7 @@
 """Makes the shards of a rank's state: fresh ones, from Hugging Face weights, or from a checkpoint of any mesh."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -14,9 +14,10 @@ from mpar.checkpoint import Json
 from mpar.data import Batches, stream_report
 from mpar.errors import CheckpointError
 from mpar.mesh import Mesh
-from mpar.models import DecoderParams, HfReader, Model, Trainable, shard_slices
+from mpar.models import DecoderParams, HfReader, Model, Read, Trainable, shard_slices
 from mpar.program import Leaf, Program, State
 from mpar.spec import local_shape
+from mpar.tasks import BESIDE_MODEL
 from mpar.train._config import PlainConfig, ResumeConfig
 from mpar.train._data_items import unlike_data
 from mpar.train._health import Health, Seen
@@ -26,9 +27,11 @@ __all__ = [
     "Progress",
     "checkpoint_in",
     "fresh_state",
+    "has_params",
     "is_checkpoint",
     "load_params",
     "load_state",
+    "open_params",
     "read_params",
     "resume_from",
 ]
@@ -132,21 +135,60 @@ class Progress:
         return reached if resume.state == "all" else replace(reached, optimizer_start=self.step, health=Health())
 
 
-def fresh_state(program: Program, model: Trainable, rank: int, *, seed: int, hf_path: str | None, device: torch.device) -> State:
-    """This rank's shards before the first step. Parameters are drawn from `seed`, or read from the weights in `hf_path`; the
-    optimizer's state is zero.
+def fresh_state(
+    program: Program, model: Trainable, rank: int, *, seed: int, source: str | None, device: torch.device
+) -> State:
+    """This rank's shards before the first step; the optimizer's state is zero. Parameters are drawn from `seed`; those of the
+    model that others are made of, without adapters, are read from `source` if it is given, a Hugging Face folder or a checkpoint.
+    A checkpoint may also have those of adapters and of the task. A reference model begins as the model does.
     """
     leaves: dict[str, Tensor] = {}
-    reader = None if hf_path is None else HfReader(_exportable(model, hf_path), hf_path)
-    for leaf in program.part(rank).state_in:
-        kind, _, path = leaf.path.partition(".")
-        if kind != "params":
-            leaves[leaf.path] = _zeros(leaf, program.mesh, device)
-            continue
-        cut = shard_slices(leaf.shape, leaf.spec, program.mesh, rank)
-        part = model.init_leaf(seed, path, cut) if reader is None else reader.read_leaf(path, cut)
-        leaves[leaf.path] = part.to(device=device, dtype=leaf.dtype).contiguous()
+    saved = Path(source) if source is not None and is_checkpoint(Path(source)) else None
+    present = set() if saved is None else set(checkpoint.names(saved))
+    paths = {prefix: set(tree.paths(part.abstract_params)) for prefix, part in model.parts.items()}
+    complete = {prefix: {PARAMS + path for path in of_part} <= present for prefix, of_part in paths.items()}
+    with _source(model, seed, source, check=not all(complete.values())) as read:
+        for leaf in program.part(rank).state_in:
+            kind, _, path = leaf.path.partition(".")
+            if kind != "params":
+                leaves[leaf.path] = _zeros(leaf, program.mesh, device)
+                continue
+            cut = shard_slices(leaf.shape, leaf.spec, program.mesh, rank)
+            prefix = next((beginning for beginning in paths if beginning and path.startswith(beginning)), "")
+            inner = path.removeprefix(prefix)
+            if PARAMS + inner in present and (complete[prefix] or inner not in paths[prefix]):
+                part = read(inner, cut)
+            elif inner in paths[prefix]:
+                part = model.parts[prefix].first_leaf(seed, inner, cut, read)
+            else:
+                part = model.init_leaf(seed, path, cut)
+            leaves[leaf.path] = part.to(device=device, dtype=leaf.dtype).contiguous()
     return State(leaves)
+
+
+@contextmanager
+def _source(model: Trainable, seed: int, source: str | None, *, check: bool) -> Iterator[Read]:
+    """What gives the leaves of the model without adapters. check: whether a checkpoint must have these and no others."""
+    plain = model.plain
+    if source is None:
+        yield lambda path, slices: plain.init_leaf(seed, path, slices)
+    elif is_checkpoint(Path(source)):
+        with checkpoint.Reader(source) as saved:
+            if check:
+                _check_params(plain, saved)
+            yield lambda path, slices: _part(saved.read(PARAMS + path), slices)
+    else:
+        with HfReader(_exportable(plain, source), source) as folder:
+            yield folder.read_leaf
+
+
+def _part(x: Tensor, slices: Sequence[slice] | None) -> Tensor:
+    return x if slices is None else x[tuple(slices)]
+
+
+def has_params(model: Trainable, path: Path) -> bool:
+    """Whether the checkpoint at `path` has parameters under all names of the model, those of its adapters as well."""
+    return {PARAMS + name for name in tree.paths(model.abstract_params)} <= set(checkpoint.names(path))
 
 
 def _exportable(model: Trainable, folder: str) -> Model:
@@ -163,10 +205,17 @@ def load_state(
 ) -> tuple[State, Progress]:
     """This rank's shards and the progress of the run, from the checkpoint at `path`, which any mesh may have saved.
 
-    params_only: the optimizer's state is zero, whatever the checkpoint has of it.
+    params_only: the optimizer's state is zero, whatever the checkpoint has of it. Parameters are then cast to the dtypes in which
+        the program stores them; frozen ones, which are stored in the dtype in which they compute, are always cast.
     """
     leaves_in = [leaf for leaf in program.part(rank).state_in if not params_only or leaf.path.startswith(PARAMS)]
-    wanted = {leaf.path: (leaf.shape, leaf.spec, leaf.dtype) for leaf in leaves_in}
+    frozen = {PARAMS + name for name in program.facts.frozen}
+    saved = _saved_dtypes(path) if params_only or frozen else {}
+    read_as = {leaf.path: leaf.dtype for leaf in leaves_in}
+    for leaf in leaves_in:
+        if leaf.path in saved and (params_only or leaf.path in frozen):
+            read_as[leaf.path] = _readable_as(leaf.dtype, saved[leaf.path])
+    wanted = {leaf.path: (leaf.shape, leaf.spec, read_as[leaf.path]) for leaf in leaves_in}
     others = {name for name in checkpoint.names(path) if not name.startswith(PARAMS)}
     if not others and any(not name.startswith(PARAMS) for name in wanted):
         raise CheckpointError(
@@ -177,12 +226,23 @@ def load_state(
     loaded = checkpoint.load(path, wanted, program.mesh, rank, elsewhere=elsewhere)
     progress = Progress.from_extras(checkpoint.read_extras(path), path)
     leaves = {
-        leaf.path: loaded[leaf.path].to(device) if leaf.path in loaded else _zeros(leaf, program.mesh, device)
+        leaf.path: loaded[leaf.path].to(device, leaf.dtype) if leaf.path in loaded else _zeros(leaf, program.mesh, device)
         for leaf in program.part(rank).state_in
     }
     if params_only:
         return State(leaves), progress
     return State(leaves, progress.step - progress.optimizer_start, progress.health.skipped), progress
+
+
+def _saved_dtypes(path: Path) -> dict[str, torch.dtype]:
+    """The dtype of every tensor in a checkpoint."""
+    with checkpoint.Reader(path) as reader:
+        return {name: x.dtype for name, x in reader.tensors.items()}
+
+
+def _readable_as(wanted: torch.dtype, saved: torch.dtype) -> torch.dtype:
+    """The dtype in which to read a parameter: that in which it is saved, if it can be cast to the one that is wanted."""
+    return saved if saved.is_floating_point and wanted.is_floating_point else wanted
 
 
 def _zeros(leaf: Leaf, mesh: Mesh, device: torch.device) -> Tensor:
@@ -198,26 +258,44 @@ def load_params(model: Trainable, path: Path) -> DecoderParams[Tensor]:
 
 
 def read_params(model: Trainable, path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The global parameters in a checkpoint with their paths, one after the other.
+    """The global parameters in a checkpoint with their paths, one after the other, in the dtypes of the model.
 
-    Raises CheckpointError, before the first, unless they are exactly those of the model, and if one that is read is damaged.
+    Those of a task are left out. Raises CheckpointError, before the first, unless they are exactly those of the model, and if one
+    that is read is damaged.
     """
+    with open_params(model, path) as read:
+        for name in tree.paths(model.abstract_params):
+            yield name, read(name)
+
+
+@contextmanager
+def open_params(model: Trainable, path: Path) -> Iterator[Callable[[str], Tensor]]:
+    """What gives the global parameters in a checkpoint by path. Raises CheckpointError unless they are those of the model."""
+    with checkpoint.Reader(path) as reader:
+        _check_params(model, reader)
+        dtypes = {name: leaf.dtype for name, leaf in tree.leaves_with_path(model.abstract_params)}
+        yield lambda name: reader.read(PARAMS + name).to(dtypes[name])
+
+
+def _check_params(model: Trainable, reader: checkpoint.Reader) -> None:
     leaves = tree.leaves_with_path(model.abstract_params)
     expected = {PARAMS + name: (tuple(leaf.shape), leaf.dtype) for name, leaf in leaves}
-    with checkpoint.Reader(path) as reader:
-        found = {name: (x.shape, x.dtype) for name, x in reader.tensors.items() if name.startswith(PARAMS)}
-        problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
-        problems += [f"unexpected: {name}" for name in sorted(found.keys() - expected.keys())]
-        problems += [
-            f"different: {name} is {found[name]}, the model's is {wanted}"
-            for name, wanted in expected.items()
-            if found.get(name, wanted) != wanted
-        ]
-        if problems:
-            lines = "\n  ".join(problems)
-            raise CheckpointError(f"the parameters in {path} are not those of this {model.name} model:\n  {lines}")
-        for name, _ in leaves:
-            yield name, reader.read(PARAMS + name)
+    beside = tuple(PARAMS + beginning for beginning in BESIDE_MODEL)
+    found = {
+        name: (x.shape, x.dtype)
+        for name, x in reader.tensors.items()
+        if name.startswith(PARAMS) and not name.startswith(beside)
+    }
+    problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
+    problems += [f"unexpected: {name}" for name in sorted(found.keys() - expected.keys())]
+    problems += [
+        f"different: {name} is {found[name]}, the model's is {wanted}"
+        for name, wanted in expected.items()
+        if name in found and found[name] != (wanted[0], _readable_as(wanted[1], found[name][1]))
+    ]
+    if problems:
+        lines = "\n  ".join(problems)
+        raise CheckpointError(f"the parameters in {reader.path} are not those of this {model.name} model:\n  {lines}")
 
 
 def resume_from(run_dir: Path, resume: str) -> Path | None:

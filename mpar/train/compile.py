@@ -6,18 +6,19 @@ from dataclasses import replace
 from mpar.compiler import Schedule, policy
 from mpar.errors import ConfigError
 from mpar.files import MAX_TABLE_BYTES, Unreadable, read_text
-from mpar.models import Trainable
+from mpar.models import Trainable, with_frozen
 from mpar.program import Program
-from mpar.program.compile import compile_eval, compile_step
+from mpar.program.compile import compile_eval, compile_forward, compile_step
 from mpar.schedules import Action, from_table, layout_letters
 from mpar.strategy import Strategy
+from mpar.tasks import AnswerLogps, TaskChain
 from mpar.train._config import TrainConfig
 from mpar.train._orders import orders
 from mpar.train._plug_ins import plug_in_of
-from mpar.train._setup import RunSetup, batch_shapes, chain_of, make_optimizer
+from mpar.train._setup import RunSetup, batch_shapes, chain_of, run_optimizer
 from mpar.train._sizes import num_microbatches
 
-__all__ = ["compile_evaluation", "compile_program", "make_schedule"]
+__all__ = ["compile_evaluation", "compile_program", "compile_reference", "make_schedule"]
 
 
 def compile_program(setup: RunSetup) -> Program:
@@ -26,7 +27,7 @@ def compile_program(setup: RunSetup) -> Program:
     _check_scans(setup.model, setup.strategy, config.mesh.cp)
     return compile_step(
         setup.chain,
-        make_optimizer(config.optimizer, config.steps),
+        run_optimizer(config, config.steps),
         setup.mesh,
         setup.strategy,
         batch_shapes(config, setup.chain, setup.model),
@@ -63,7 +64,7 @@ def compile_evaluation(setup: RunSetup, program: Program) -> Program:
     loss of the next token.
     """
     config, model = setup.config, setup.model.without_multi_token()
-    chain = setup.chain if model is setup.model else chain_of(config, model)
+    chain = setup.chain if model is setup.model else chain_of(config, with_frozen(model, setup.chain.frozen))
     names = {segment.name for segment in chain.segments}
     stage_of = {name: stage for name, stage in program.facts.stage_of.items() if name in names}
     strategy, chosen = setup.strategy, program.facts.context_parallel
@@ -78,6 +79,26 @@ def compile_evaluation(setup: RunSetup, program: Program) -> Program:
         schedule=Schedule("forwards", layout=layout_letters(stage_of), table=forwards),
         num_microbatches=num_microbatches(config),
         num_slices=config.schedule.num_slices,
+        bucket_bytes=config.schedule.bucket_bytes,
+        prefetch_bytes=config.schedule.prefetch_bytes,
+        precision=config.precision.name,
+        hardware=setup.hardware,
+        kernels=setup.kernels,
+    )
+
+
+def compile_reference(setup: RunSetup) -> Program:
+    """A program of forwards that gives the log-probability of every answer in a microbatch of the run."""
+    config, chain = setup.config, setup.chain
+    assert isinstance(chain, TaskChain)
+    shapes = batch_shapes(config, chain, setup.model)
+    count = num_microbatches(config)
+    small = {key: ((rows // count, length), dtype) for key, ((rows, length), dtype) in shapes.items() if key != "reference_logps"}
+    return compile_forward(
+        AnswerLogps(chain.model, chain.task),
+        setup.mesh,
+        setup.strategy,
+        small,
         bucket_bytes=config.schedule.bucket_bytes,
         prefetch_bytes=config.schedule.prefetch_bytes,
         precision=config.precision.name,

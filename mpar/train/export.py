@@ -6,25 +6,28 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from mpar import models, tree
+from mpar import adapters, models, tree
+from mpar.adapters import merged_leaf
 from mpar.checkpoint import read_extras
 from mpar.data import Tokenizer
 from mpar.errors import CheckpointError
 from mpar.infer import Assistant, Sampling, Sizes, end_ids
 from mpar.infer.compile import make_runner, num_groups
 from mpar.mesh import Mesh
-from mpar.models import HfReader, Model
+from mpar.models import HfReader, Model, Trainable
 from mpar.strategy import Strategy
+from mpar.train._adapters import adapted_part
 from mpar.train._changes import function_changes, model_then
 from mpar.train._config import ModelConfig, TrainConfig
-from mpar.train._setup import model_of
-from mpar.train._state import Progress, checkpoint_in, read_params
+from mpar.train._setup import model_of, trained_model
+from mpar.train._state import Progress, checkpoint_in, open_params
 
-__all__ = ["DTYPES", "SOURCE", "ExportOptions", "answer", "export_hf", "exportable", "load_assistant"]
+__all__ = ["DTYPES", "SOURCE", "ExportOptions", "answer", "export_adapter", "export_hf", "exportable", "load_assistant"]
 
 SOURCE = "source"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -59,12 +62,15 @@ def export_hf(
     config: that of the run. Of the weights, about one parameter is in memory at a time. `on_bytes` is called with (bytes of
     parameters that are done, bytes of all); a folder that is read back is counted twice.
 
+    Adapters are added to the weights; `export_adapter` writes them alone.
+
     Raises CheckpointError if the checkpoint cannot be read, if there is no room, or if what was written is not what was trained.
     """
-    config, model = _as_trained(config, checkpoint)
+    config, trained = _as_trained(config, checkpoint)
+    model = _exportable(trained)
     draft = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
-    leaves = _Leaves(model, checkpoint, 2 if options.check else 1, on_bytes)
+    leaves = _Leaves(trained, model, checkpoint, 2 if options.check else 1, on_bytes)
     try:
         models.write_hf(model, leaves.read(), draft, _dtypes(config, model, options.dtype), options.max_file_bytes)
         if options.check:
@@ -80,6 +86,21 @@ def export_hf(
         raise CheckpointError(f"cannot export {checkpoint} to {folder}: {reason}") from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def export_adapter(config: TrainConfig, checkpoint: Path, folder: Path) -> Path | None:
+    """Write the adapters of a checkpoint as a folder of PEFT, which is replaced if it exists; None if the run has no adapters."""
+    config, trained = _as_trained(config, checkpoint)
+    adapted = adapted_part(trained)
+    if adapted is None:
+        return None
+    draft = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    with open_params(trained, checkpoint) as read:
+        paths = [path for path in tree.paths(adapted.abstract_params) if path in adapted.leaves or path not in adapted.frozen]
+        adapters.write_peft(adapted, ((path, read(path)) for path in paths), draft, base_name=config.model.path)
+    _put_in_place(draft, folder)
     return folder
 
 
@@ -106,29 +127,37 @@ def _delete(path: Path) -> None:
 
 
 class _Leaves:
-    """The parameters in a checkpoint, read one after the other as often as is asked for, while their bytes are counted."""
+    """The parameters in a checkpoint, read one after the other as often as is asked for, while their bytes are counted.
 
-    def __init__(self, model: Model, checkpoint: Path, times: int, on_bytes: Callable[[int, int], None]) -> None:
-        self._model, self._checkpoint, self._on_bytes = model, checkpoint, on_bytes
+    Adapters are added to the weights.
+    """
+
+    def __init__(
+        self, trained: Trainable, model: Model, checkpoint: Path, times: int, on_bytes: Callable[[int, int], None]
+    ) -> None:
+        self._trained, self._model, self._checkpoint, self._on_bytes = trained, model, checkpoint, on_bytes
         self._done, self._total = 0, times * sum(leaf.nbytes for leaf in tree.leaves(model.abstract_params))
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter with its path."""
-        for item in read_params(self._model, self._checkpoint):
-            self._done += item[1].nbytes
-            yield item
-            del item  # else this one would stay in memory while the next is read
-            self._on_bytes(self._done, self._total)
+        adapted = adapted_part(self._trained)
+        with open_params(self._trained, self._checkpoint) as read:
+            for path in tree.paths(self._model.abstract_params):
+                item = path, read(path) if adapted is None else merged_leaf(adapted, path, read)
+                self._done += item[1].nbytes
+                yield item
+                del item  # else this one would stay in memory while the next is read
+                self._on_bytes(self._done, self._total)
 
 
-def _as_trained(config: TrainConfig, checkpoint: Path) -> tuple[TrainConfig, Model]:
-    """`(config, model)`, as the checkpoint records the model: the folder that it came from may be gone, or have changed."""
+def _as_trained(config: TrainConfig, checkpoint: Path) -> tuple[TrainConfig, Trainable]:
+    """`(config, model with its adapters)`, as the checkpoint records the model: the folder that it came from may be gone, or have changed."""
     extras = read_extras(checkpoint)
     recorded = Progress.from_extras(extras, checkpoint).hf_config
     group = config.model
     if group.path is not None and recorded is not None and not (Path(group.path) / "config.json").is_file():
         config = replace(config, model=replace(group, path=None, config=dict(recorded)))
-    model = _exportable(config.model)
+    model = trained_model(config)
     plain = extras.get("config")
     then = model_then(plain, recorded) if isinstance(plain, Mapping) else None
     changes = [] if then is None else function_changes(then, model)
@@ -140,8 +169,8 @@ def _as_trained(config: TrainConfig, checkpoint: Path) -> tuple[TrainConfig, Mod
     return config, model
 
 
-def _exportable(group: ModelConfig) -> Model:
-    model = model_of(group)
+def _exportable(model: Trainable) -> Model:
+    model = model.plain
     if not isinstance(model, Model):
         raise CheckpointError(
             f"cannot write {model.name} as a Hugging Face folder: it does not say how its parameters are called there.\n"
@@ -180,8 +209,11 @@ def _check_config(config: TrainConfig, folder: Path) -> None:
 
 
 def exportable(config: TrainConfig) -> bool:
-    """Whether the model of the run can be written as a folder of Hugging Face: it says under which names."""
-    return isinstance(model_of(config.model), Model)
+    """Whether the model of the run can be written as a folder of Hugging Face: it says under which names, and has no adapter that
+    cannot be added to its weights."""
+    model = trained_model(config)
+    adapted = adapted_part(model)
+    return isinstance(model.plain, Model) and (adapted is None or adapters.can_merge(adapted))
 
 
 def load_assistant(
@@ -192,11 +224,12 @@ def load_assistant(
     dtype: torch.dtype = torch.float32,
     mesh: Mesh | None = None,
     strategy: Strategy | str = "tp",
+    adapter: str | None = None,
 ) -> tuple[Model, Assistant]:
     """The model in an HF `folder`, and an assistant that answers with it up to `rows` requests at the same time.
 
     A prompt and its answer may have as many tokens as the model can take, or 8,192. `group`: how the model was made, if the
-    folder alone does not tell because it is a plug-in's. mesh, strategy: with several ranks, where parameters are; every process
+    folder alone does not tell because it is a plug-in's. adapter: a folder of PEFT, which is added to the weights. mesh, strategy: with several ranks, where parameters are; every process
     of torch.distributed loads its own. If they are in groups, there are as many more rows as make all groups equal.
     """
     mesh = mesh or Mesh(tp=1)
@@ -204,8 +237,16 @@ def load_assistant(
         where = (mesh, strategy) if mesh.size > 1 else (None, None)
         model, params = models.from_hf(folder, dtype=dtype, mesh=where[0], strategy=where[1])
     else:
-        model = _exportable(group)
+        model = _exportable(model_of(group))
         params = models.load_params(model, folder)
+    if adapter is not None and mesh.size > 1:
+        raise CheckpointError(
+            f"cannot add the adapter in {adapter} to weights on {mesh}: it is added on one rank.\nUse mesh=one, or write the sum: "
+            "mpar export of the run, or the run's hf folder."
+        )
+    if adapter is not None:
+        adapted = adapters.add(model, adapters.read_lora(adapter))
+        params = cast(models.DecoderParams[Tensor], adapters.merge(adapted, adapters.read_peft(adapted, adapter, params)))
     length = min(_LENGTH, model.max_positions or _LENGTH)
     groups = num_groups(mesh, strategy)
     group_rows = -(-rows // groups)

@@ -10,13 +10,14 @@ from types import ModuleType
 from mpar import checkpoint
 from mpar.data import Progress
 from mpar.program import Program
+from mpar.tasks import TaskChain
 from mpar.train._config import PlainConfig
 from mpar.train._job import Job, write_job
 from mpar.train._job_folder import DATA_FOLDER, MALFORMED_FILE
 from mpar.train._origin import find_origin
 from mpar.train._program_cache import ProgramCache, program_key
 from mpar.train._run_data import RunData, load_data
-from mpar.train._setup import RunSetup, check_device, make_optimizer
+from mpar.train._setup import RunSetup, check_device, run_optimizer
 
 __all__ = ["Prepared", "prepare"]
 
@@ -59,11 +60,15 @@ def prepare(
         data.training.go_to(reached.data_cursor)
     program, compiled = _kept(kept_programs, setup, "training", lambda: _compiler().compile_program(setup))
     steps = config.steps - reached.optimizer_start
-    program = program.with_optimizer(make_optimizer(config.optimizer, steps))  # a kept program has none
+    program = program.with_optimizer(run_optimizer(config, steps))  # a kept program has none
     evaluation = None
     if data.evaluation:
         evaluation, _ = _kept(kept_programs, setup, "evaluation", lambda: _compiler().compile_evaluation(setup, program))
-    job = Job(config, resolved, program, origin.resume, evaluation, origin.init, origin.changes, data.fingerprint, steps)
+    reference = None
+    if isinstance(setup.chain, TaskChain) and "reference_logps" in setup.chain.task.entries:
+        reference, _ = _kept(kept_programs, setup, "reference", lambda: _compiler().compile_reference(setup))
+    changes, fingerprint = origin.changes, data.fingerprint
+    job = Job(config, resolved, program, origin.resume, evaluation, origin.init, changes, fingerprint, steps, reference)
     write_job(folder, job)
     return Prepared(job, data, compiled, moved)
 

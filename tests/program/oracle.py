@@ -1,5 +1,6 @@
 """What a step must give: the model on one rank, differentiated by torch.autograd; and an optimizer that shows gradients."""
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -48,8 +49,8 @@ GPT_OSS = {**BASE, "model_type": "gpt_oss", "num_local_experts": 8, "num_experts
 
 
 class Problem:
-    """A model, parameters and a batch, and loss, gradients and their norm on one rank. `router`: options of its routers. `adapt` makes
-    the model that is trained of the one of the config."""
+    """A model, parameters and a batch, and loss, gradients and their norm on one rank. `router`: options of its routers.
+    `adapt` makes the model that is trained of the one of the config."""
 
     def __init__(
         self,
@@ -79,6 +80,18 @@ class Problem:
         self.num_microbatches = num_microbatches
         self.differentiate()
 
+    @property
+    def trained(self) -> list[str]:
+        """The paths of the parameters that an optimizer updates."""
+        return [path for path in tree.paths(self.params) if path not in self.model.frozen and path not in self.model.updates]
+
+    def freeze(self, **how: Any) -> "Problem":
+        """The same problem with parameters frozen (`models.freeze`)."""
+        frozen = copy.copy(self)
+        frozen.model = models.freeze(self.model, **how)
+        frozen.differentiate()
+        return frozen
+
     def differentiate(self) -> None:
         """Compute what is expected, again after a change of the parameters."""
         self.losses, self.grads = self._differentiate()
@@ -86,11 +99,13 @@ class Problem:
         self.norm = torch.sqrt(sum(grad.pow(2).sum() for grad in self.grads.values()))
 
     def _differentiate(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Mean losses by name, and the gradient of their sum by path of what is trained; zero where nothing depends on it."""
+        """Mean losses by name, and the gradient of their sum by path; zero where nothing depends on a parameter, and none for
+        what is frozen."""
         named, structure = tree.leaves_with_path(self.params), tree.flatten(self.params)[1]
-        given = {path: leaf.clone().requires_grad_(path not in self.model.frozen) for path, leaf in named}
-        params = tree.unflatten(structure, list(given.values()))
-        leaves = {path: leaf for path, leaf in given.items() if leaf.requires_grad}
+        frozen = self.model.frozen
+        leaves = {path: leaf.clone().requires_grad_(path not in frozen) for path, leaf in named}
+        params = tree.unflatten(structure, list(leaves.values()))
+        leaves = {path: leaf for path, leaf in leaves.items() if path not in frozen}
         totals: dict[str, Tensor] = {}
         for m in range(self.num_microbatches):
             rows = {key: x.chunk(self.num_microbatches)[m] for key, x in self.batch.items()}
@@ -102,15 +117,14 @@ class Problem:
                     totals[name] = totals.get(name, 0.0) + value
         weight = self.model.weight(self.batch)
         grads = torch.autograd.grad(sum(totals.values()) / weight, list(leaves.values()), allow_unused=True)
-        filled = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves.values(), grads, strict=True)]
+        pairs = zip(leaves.items(), grads, strict=True)
         means = {name: (value / weight).detach() for name, value in totals.items()}
-        return means, dict(zip(leaves, filled, strict=True))
+        return means, {path: torch.zeros_like(leaf) if grad is None else grad for (path, leaf), grad in pairs}
 
     def state(self) -> State:
         """Global, before the first step."""
         leaves = dict(tree.leaves_with_path(self.params))
-        trained = leaves.keys() - self.model.updates.keys() - self.model.frozen
-        zeros = {f"opt.g.{path}": torch.zeros_like(leaves[path]) for path in trained}
+        zeros = {f"opt.g.{path}": torch.zeros_like(leaves[path]) for path in self.trained}
         return State({f"params.{path}": x for path, x in leaves.items()} | zeros)
 
     @property
@@ -119,15 +133,17 @@ class Problem:
         return {key: (tuple(x.shape), x.dtype) for key, x in self.batch.items()}
 
     def check(self, program: Program) -> dict[str, Tensor]:
-        """Assert that a simulated step has these losses, gradients and norm; its metrics."""
+        """Assert that a simulated step has these losses, gradients and norm, and keeps what is frozen to the bit; its metrics."""
         assert program.facts.fallbacks == ()
         state, metrics = program.simulate(self.state(), self.batch)
         for name, loss in self.losses.items():
             testing.assert_close(metrics[name], loss, name=name)
         testing.assert_close(metrics["grad_norm"], self.norm, name="gradient norm")
-        for path, grad in self.grads.items():
-            if path not in self.model.updates:
-                testing.assert_close(state.leaves[f"opt.g.{path}"], grad, name=f"gradient of {path}")
+        for path in self.trained:
+            if path in self.grads:
+                testing.assert_close(state.leaves[f"opt.g.{path}"], self.grads[path], name=f"gradient of {path}")
+        for path, leaf in tree.leaves_with_path(self.params):
+            assert path not in self.model.frozen or torch.equal(state.leaves[f"params.{path}"], leaf), path
         return metrics
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mpar import models, testing, tree
+from mpar.chain import Segment
 from mpar.program import Program, State
 from mpar.tasks import MEAN, Task, TaskChain
 from tests.program.oracle import BASE, VOCAB, Recorder
@@ -89,6 +90,10 @@ class Problem:
         means = {name: (value / weight).detach() for name, value in losses.items()}
         named = {path: grad for path, grad in zip(tree.paths(self.params), filled, strict=True) if path not in self.chain.frozen}
         return means, metrics, named
+
+    def reads(self, segment: Segment) -> tuple:
+        """The parameters that a segment is given."""
+        return tuple(tree.get(self.params, path) for path in segment.paths)
 
     def state(self) -> State:
         """Global, before the first step."""

@@ -77,7 +77,7 @@ def test_several_sets(tmp_path):
     config = compose_config("train", TrainConfig, [*DEEP, "mesh=one", "strategy=ddp", sets])[0]
     setup = make_setup(config)
     program = compile_program(setup)
-    state = fresh_state(program, setup.model, 0, seed=0, hf_path=None, device=torch.device("cpu"))
+    state = fresh_state(program, setup.model, 0, seed=0, source=None, device=torch.device("cpu"))
     forwards, data = compile_evaluation(setup, program), load_data(setup)
     assert list(data.evaluation) == ["held_out", "short", "long"]
     assert "data to evaluate on (short): 2 of 2 rows" in data.summary and "(held_out)" not in data.summary
@@ -97,7 +97,7 @@ def test_the_state_stays_as_it_is(tmp_path):
     config = compose_config("train", TrainConfig, [*DEEP, *how])[0]
     setup = make_setup(config)
     program = compile_program(setup)
-    state = fresh_state(program, setup.model, 0, seed=0, hf_path=None, device=torch.device("cpu"))
+    state = fresh_state(program, setup.model, 0, seed=0, source=None, device=torch.device("cpu"))
     before = {path: (leaf.data_ptr(), leaf.clone()) for path, leaf in state.leaves.items()}
     forwards = compile_evaluation(setup, program)
     batches = load_data(setup).evaluation

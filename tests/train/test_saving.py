@@ -25,7 +25,7 @@ class Ranks:
         self.program, self.said = program, []
         self._meeting, self._values = threading.Barrier(4, timeout=PATIENCE_S), {}
         model = make_setup(config).model
-        self.states = [fresh_state(program, model, rank, seed=3, hf_path=None, device=CPU) for rank in range(4)]
+        self.states = [fresh_state(program, model, rank, seed=3, source=None, device=CPU) for rank in range(4)]
         watches = [Watch(run_dir / f"{rank}.place") for rank in range(4)]
         self.saving = self.on_all(
             lambda rank: Saving(self.config, {}, program, rank, CPU, self._agree(rank), watches[rank], self.said.append)

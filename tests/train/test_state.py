@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def test_fresh_shards_are_parts_of_the_whole(config, program):
     """The shards of all ranks, put together, are the model's own initial parameters; slots are zero."""
     model = make_setup(config).model
-    states = [fresh_state(program, model, rank, seed=3, hf_path=None, device=CPU) for rank in range(4)]
+    states = [fresh_state(program, model, rank, seed=3, source=None, device=CPU) for rank in range(4)]
     whole = dict(tree.leaves_with_path(model.init(3)))
     for leaf in program.state_in:
         found = assemble([state.leaves[leaf.path] for state in states], leaf.spec, program.mesh)
@@ -32,7 +32,7 @@ def test_shards_of_a_hugging_face_folder(config, program, tmp_path):
     model = make_setup(config).model
     params = model.init(5)
     models.to_hf(model, params, tmp_path / "hf")
-    states = [fresh_state(program, model, rank, seed=0, hf_path=str(tmp_path / "hf"), device=CPU) for rank in range(4)]
+    states = [fresh_state(program, model, rank, seed=0, source=str(tmp_path / "hf"), device=CPU) for rank in range(4)]
     whole = dict(tree.leaves_with_path(params))
     for leaf in program.state_in:
         if leaf.path.startswith("params."):

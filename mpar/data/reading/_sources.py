@@ -17,6 +17,7 @@ __all__ = ["PYTHON_STDLIB", "ROW_FORMATS", "SELF_COGNITION", "Source", "find_sou
 
 PYTHON_STDLIB = "python-stdlib"
 SELF_COGNITION = "self-cognition"
+PREFERENCES = "preferences"
 ROW_FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 """The suffixes of files that hold rows with columns; every other file is one row of plain text."""
 _TEXT_FORMATS = (".txt", ".md", ".rst")
@@ -53,8 +54,8 @@ class _NotFound(Exception):
 
 
 def find_sources(kind: str, names: Sequence[str]) -> tuple[Source, ...]:
-    """The files that each name means: a file, a folder, a glob, an address, `self-cognition` or `python-stdlib`. `NAME#N` asks
-    for N rows.
+    """The files that each name means: a file, a folder, a glob, an address, `self-cognition`, `preferences` or `python-stdlib`.
+    `NAME#N` asks for N rows.
 
     Files of a folder or glob come in sorted order. Raises DataError naming every source that has no file or does not fit `kind`.
     """
@@ -70,7 +71,7 @@ def find_sources(kind: str, names: Sequence[str]) -> tuple[Source, ...]:
         indexed = [source.name for source in sources if source.indexed]
         faults.append(f"{', '.join(indexed)} are indexed tokens, the others are rows; a run reads one or the other")
     if faults or not names:
-        known = f"{SELF_COGNITION} (kind sft), {PYTHON_STDLIB} (kind pt)"
+        known = f"{SELF_COGNITION} (kind sft), {PREFERENCES} (pairs), {PYTHON_STDLIB} (kind pt)"
         raise DataError(
             f"cannot find the data: {'; '.join(faults) or 'no source is named'}.\n"
             f"A source is a file, a folder, a glob such as 'texts/**/*.md', an address such as s3://bucket/rows.jsonl, or one of "
@@ -105,7 +106,7 @@ def _prefix(name: str) -> str:
 
 
 def _find_files(kind: str, pattern: str) -> tuple[str, ...]:
-    if pattern in (SELF_COGNITION, PYTHON_STDLIB):
+    if pattern in (SELF_COGNITION, PREFERENCES, PYTHON_STDLIB):
         return _bundled(kind, pattern)
     if "\0" in pattern:
         raise _NotFound("no path has a zero byte")
@@ -133,6 +134,8 @@ def _bundled(kind: str, name: str) -> tuple[str, ...]:
         if kind != "sft":
             raise _NotFound(f"it holds conversations, kind is {kind}")
         return (str(resources.files("mpar.data").joinpath("self_cognition.jsonl")),)
+    if name == PREFERENCES:
+        return (str(resources.files("mpar.data").joinpath("preferences.jsonl")),)
     if kind != "pt":
         raise _NotFound(f"it holds plain text, kind is {kind}")
     root = Path(sysconfig.get_path("stdlib"))
