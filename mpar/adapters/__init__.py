@@ -1,7 +1,7 @@
 """Adapters: small matrices beside the weights of a model, which are trained in the place of these.
 
-`add` makes of a model another one with a larger tree of parameters, whose own parameters are frozen; all that compiles, proves and
-predicts a model does so for it. `merge` and `unmerge` add adapters to the weights and take them away again; `write_peft` and
+`add` makes of a model another one with a larger tree of parameters, whose own parameters are frozen; all that compiles, proves
+and predicts a model does so for it. `merge` and `unmerge` add adapters to the weights and take them away again; `write_peft` and
 `read_peft` exchange folders with PEFT.
 """
 

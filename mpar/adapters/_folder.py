@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -26,6 +27,8 @@ __all__ = ["CONFIG", "WEIGHTS", "AdapterReader", "base_hash", "read_lora", "read
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _WORDS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+_COPIED, _COPIES = ("embedding", "head"), (".weight", ".base_layer.weight")
+"""PEFT writes the weight of an embedding, and of the head, beside an adapter of an embedding; it is that of the base."""
 _OF_EMBEDDING = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 
 
@@ -85,7 +88,8 @@ def read_peft(model: AdaptedModel, folder: str | os.PathLike[str], base: Tree, *
 class AdapterReader:
     """The adapter `name` of `model` in a folder. Making it reads headers only, and checks every name, shape and dtype.
 
-    Raises CheckpointError, which lists all tensors that are missing, unexpected or of another shape. Use it in a `with` statement.
+    Raises CheckpointError, which lists all tensors that are missing, unexpected or of another shape. Use it in a `with`
+    statement.
     """
 
     def __init__(self, model: AdaptedModel, folder: str | os.PathLike[str], name: str = "default") -> None:
@@ -117,9 +121,10 @@ class AdapterReader:
 
     def _problems(self) -> list[str]:
         expected = {name: leaf.stored_shape for leaf in self._leaves.values() for name in leaf.names}
-        found = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}
+        found = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118 (it is no dict)
         problems = [f"missing: {name} {shape}" for name, shape in expected.items() if name not in found]
-        problems += [f"unexpected: {name} {shape}" for name, shape in found.items() if name not in expected]
+        copies = {f"{_PREFIX}{matrix.name}{end}" for matrix in self._model.matrices for end in _COPIES if matrix.kind in _COPIED}
+        problems += [f"unexpected: {name} {shape}" for name, shape in found.items() if name not in {*expected, *copies}]
         problems += [
             f"shape: {name} is {found[name]}, the model asks for {shape}"
             for name, shape in expected.items()
@@ -160,9 +165,7 @@ def stored_adapter(model: AdaptedModel, name: str) -> dict[str, StoredLeaf]:
     of_base = stored_leaves(model.base)
     trained = [*saved_leaves(model.base, lora), *model.trained_biases(name)]
     for path in trained:
-        leaf = of_base[path]
-        keys = tuple(_PREFIX + key for key in leaf.names)
-        stored[path] = StoredLeaf(leaf.shape, keys, leaf.outer, leaf.transform, leaf.sizes, leaf.place)
+        stored[path] = replace(of_base[path], names=tuple(_PREFIX + key for key in of_base[path].names))
     return stored
 
 

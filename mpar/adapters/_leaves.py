@@ -1,4 +1,4 @@
-"""The leaves of an adapter: for each adapted leaf of the model A, B and the magnitude; their shapes, their logical axes, their paths.
+"""The leaves of an adapter: for each adapted leaf of the model A, B and the magnitude; their paths, shapes and logical axes.
 
 The leaves of one stored matrix (fused projections) share one A, as the adapter of the stored matrix has one.
 """

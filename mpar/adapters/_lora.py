@@ -21,8 +21,9 @@ class LoRA:
     rank, alpha:    the product A B is multiplied by alpha / rank; with `rslora` by alpha / sqrt(rank) (arXiv:2312.03732).
     dropout:        with which probability training drops each feature of what A is multiplied with.
     dora:           a magnitude for each output is trained, too (Liu et al. 2024, arXiv:2402.09353).
-    init:           kaiming: A uniform, B zero. gaussian: A normal with std 1 / rank, B zero. random: both uniform. pissa: the largest
-                    singular vectors (arXiv:2404.02948), olora: of a QR decomposition (arXiv:2406.01775); both change the weight.
+    init:           kaiming: A uniform, B zero. gaussian: A normal with std 1 / rank, B zero. random: both uniform.
+                    pissa: the largest singular vectors (arXiv:2404.02948), olora: of a QR decomposition (arXiv:2406.01775);
+                    these two change the weight.
     targets:        names of modules or their ends, "all-linear", or a regular expression that matches full names; a parameter
                     that is no module's weight, such as `experts.gate_up_proj`, has its own name. exclude: likewise, not these.
     layers:         the numbers of the layers that have adapters; None for all.
@@ -51,7 +52,6 @@ class LoRA:
     def __post_init__(self) -> None:
         ranks = [self.rank, *self.rank_pattern.values()]
         alphas = [self.alpha, *self.alpha_pattern.values()]
-        texts = [("targets", self.targets), ("exclude", self.exclude)]
         problems = [f"rank={rank}: must be a positive int" for rank in ranks if not isinstance(rank, int) or rank < 1]
         problems += [f"alpha={alpha}: must be a positive number" for alpha in alphas if not 0 < alpha < math.inf]
         problems += [] if 0 <= self.dropout < 1 else [f"dropout={self.dropout}: must be in [0, 1)"]
@@ -59,7 +59,7 @@ class LoRA:
         problems += [] if self.init in _STARTS else [f"init={self.init!r}: must be one of {', '.join(_STARTS)}"]
         problems += [] if self.bias in ("none", "all", "lora_only") else [f"bias={self.bias!r}: must be none, all or lora_only"]
         problems += [] if self.targets else ["targets are empty: no matrix would have an adapter"]
-        patterns = [text for _, value in texts if isinstance(value, str) for text in [value]]
+        patterns = [text for text in (self.targets, self.exclude) if isinstance(text, str)]
         for pattern in (*patterns, *self.rank_pattern, *self.alpha_pattern):
             try:
                 re.compile(pattern)
@@ -70,7 +70,7 @@ class LoRA:
 
     def rank_of(self, name: str) -> int:
         """The rank of the adapter of a module."""
-        return _of_pattern(self.rank_pattern, name, self.rank)
+        return int(_of_pattern(self.rank_pattern, name, self.rank))
 
     def scale_of(self, name: str) -> float:
         """By what the product A B of a module is multiplied."""

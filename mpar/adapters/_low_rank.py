@@ -64,24 +64,24 @@ class LowRank(StandIn):
         """The sum, computed. Raises ConfigError if there is dropout, which only a product with x has."""
         if self.drop is not None:
             raise ConfigError(
-                f"cannot drop what an adapter of a weight {tuple(self.shape)} reads: the weight is used by another op than a product "
-                "of tokens.\nUse dropout=0, or exclude these weights (mlp_chunk and logits_chunk make such ops)."
+                f"cannot drop what an adapter of a weight {tuple(self.shape)} reads: the weight is used by another op than a "
+                "product of tokens.\nUse dropout=0, or exclude these weights (mlp_chunk and logits_chunk make such ops)."
             )
         low = ops.einsum(f"{self.a.letters},{self.b.letters}->{self.letters}", self.a.value, self.b.value)
         summed = self.base + (low * self.scale).to(self.base.dtype)
         return summed if self.gain is None else summed * self._spread(self.gain, self.letters).to(summed.dtype)
 
-    def primitive(self, primitive: ops.Primitive, operands: tuple, params: Mapping[str, Any]) -> Any:
+    def primitive(self, primitive: ops.Primitive, operands: tuple, params: Mapping[str, object]) -> object:
         """Products with x; NotImplemented for what is no product."""
         if primitive.name == "einsum":
-            return self._einsum(operands, params["equation"])
+            return self._einsum(operands, str(params["equation"]))
         if primitive.name == "grouped_matmul" and operands[1] is self:
             return self._grouped(operands[0], operands[2])
         if primitive.name == "embedding" and operands[1] is self:
-            return self._embedding(operands[0], params["start"])
+            return self._embedding(operands[0], cut=bool(params["start"]))
         return NotImplemented
 
-    def function(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    def function(self, name: str, args: tuple, kwargs: Mapping[str, object]) -> object:
         """Products by functions of torch, and views of the weight; NotImplemented for all others."""
         if name == "linear" and len(args) + len(kwargs) <= 3 and args[1:2] == (self,):
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
@@ -129,7 +129,7 @@ class LowRank(StandIn):
         return y + ops.einsum(f"{kept},{two_letters}->{output}", middle, second.to(x.dtype))
 
     def _grouped(self, x: Tensor, offsets: Tensor) -> Any:
-        expert, given, result = self.letters
+        expert, given, result = tuple(self.letters)
         both = expert in self.a.letters and expert in self.b.letters
         if not both or self.gain is not None or self.drop is not None or given in set(self.a.letters) & set(self.b.letters):
             return NotImplemented
@@ -140,10 +140,10 @@ class LowRank(StandIn):
         plain = ops.grouped_matmul(x, self.base, offsets)
         return plain + ops.grouped_matmul(middle, two.ordered(expert + RANK + result).to(x.dtype), offsets)
 
-    def _embedding(self, ids: Tensor, start: int) -> Any:
-        row, column = self.letters
+    def _embedding(self, ids: Tensor, *, cut: bool) -> Any:
+        row, column = tuple(self.letters)
         one, two = (self.a, self.b) if row in self.a.letters else (self.b, self.a)
-        if start or self.gain is not None or column not in two.letters or row in two.letters or column in one.letters:
+        if cut or self.gain is not None or column not in two.letters or row in two.letters or column in one.letters:
             return NotImplemented
         middle = ops.embedding(ids, one.ordered(row + RANK)) * self.scale
         plain = ops.embedding(ids, self.base)
@@ -176,7 +176,7 @@ class LowRank(StandIn):
         """`view(tensor, dim)` of the base, and of each factor that has the dim."""
         letter = self.letters[dim]
         gone = letter not in letters
-        changed = {
+        changed: dict[str, Any] = {
             name: Factor(
                 view(factor.value, factor.letters.index(letter)), factor.letters.replace(letter, "") if gone else factor.letters
             )
@@ -209,7 +209,7 @@ class LowRank(StandIn):
         groups = regroup(self.shape, list(sizes))
         if groups is None:
             return NotImplemented
-        letters, changed = "", dict(self._factors)
+        letters, changed = "", dict[str, Any](self._factors)
         unused = (c for c in string.ascii_lowercase if c not in self.letters)
         for group in groups:
             old = self.letters[group.old.start : group.old.stop]

@@ -1,7 +1,7 @@
-"""Merging: adapters added to the weights, and taken away from them; in float32 or wider, and in the dtype of the weights at last."""
+"""Merging: adapters added to the weights, and taken away from them; in float32 or wider, then in the dtype of the weights."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ def merged_leaf(model: AdaptedModel, path: str, read: Read) -> Tensor:
     return made
 
 
-def low_rank(weight: Any, name: str, adapted: Adapted, leaf: MatrixLeaf, read: Read, *, dora: bool) -> LowRank:
+def low_rank(weight: Tensor, name: str, adapted: Adapted, leaf: MatrixLeaf, read: Read, *, dora: bool) -> LowRank:
     """What stands for the adapted weight."""
     first = adapted.matrix.leaves[0]
     expert = () if leaf.expert is None else (leaf.expert,)
@@ -104,8 +104,9 @@ def check_untied(model: AdaptedModel) -> None:
     """Raise ConfigError unless `can_merge`."""
     if _tied(model):
         raise ConfigError(
-            f"cannot merge the adapter of {', '.join(_tied(model))}: embedding and head of this {model.name} model are one tensor, "
-            "and only one of them has the adapter.\nKeep the adapter as a folder of its own, or leave this module out of targets."
+            f"cannot merge the adapter of {', '.join(_tied(model))}: embedding and head of this {model.name} model are one "
+            "tensor, and only one of them has the adapter.\n"
+            "Keep the adapter as a folder of its own, or leave this module out of targets."
         )
 
 

@@ -42,7 +42,7 @@ def add(model: Trainable, lora: LoRA, name: str = "default") -> "AdaptedModel":
 
 @dataclass(frozen=True)
 class AdaptedModel(WrappedModel):
-    """A model with adapters. Of its parameters only those of active adapters, and the leaves that these train in full, are trained.
+    """A model with adapters. Only those parameters are trained that belong to active adapters, or that these train in full.
 
     active: the names of the adapters that are added to the weights. Without any it computes what `base` computes.
     """
@@ -222,7 +222,7 @@ def first_params(model: AdaptedModel, base: Tree, seed: int) -> Tree:
     return tree.unflatten(structure, [model.leaf_of(seed, path, None, read) for path in tree.paths(model.abstract_params)])
 
 
-def with_adapters(base: Tree, leaves: Mapping[str, object]) -> dict[str, Any]:
+def with_adapters(base: Tree, leaves: Mapping[str, object]) -> dict[str, object]:
     """The tree of a model with the leaves of adapters, which are given by path."""
     made: Any = nested(leaves)
     if isinstance(base, Mapping):

@@ -23,7 +23,7 @@ _MUST_BE = {
 """Entries that change what an adapter computes, and those of their values that mpar has."""
 
 
-def peft_config(model: AdaptedModel, name: str, base_name: str | None) -> dict[str, Any]:
+def peft_config(model: AdaptedModel, name: str, base_name: str | None) -> dict[str, object]:
     """The entries of adapter_config.json for one adapter of a model."""
     lora = dict(model.adapters)[name]
     chosen = [adapted.matrix for adapted in model.adapted[name]]

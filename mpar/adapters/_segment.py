@@ -37,7 +37,7 @@ class Use:
     rate: float
     label: str
 
-    def stand_in(self, weight: Any, params: tuple, context: Mapping[str, Tensor] | None) -> LowRank:
+    def stand_in(self, weight: Tensor | StandIn, params: tuple, context: Mapping[str, Tensor] | None) -> LowRank:
         """What stands for the weight; `context` is None where nothing is dropped."""
         of_weight, of_a, of_b, of_gain = self.letters
         dropped: Drop | None = None
@@ -90,7 +90,8 @@ def norm(low: LowRank, letters: str) -> Tensor:
     base = low.base.tensor() if isinstance(low.base, StandIn) else low.base
     if isinstance(low.base, LowRank):
         raise ConfigError("cannot add up a DoRA adapter and another one of the same weight: make one of them active, `active=`")
-    plain = LowRank(base.detach(), low.letters, *(Factor(x.value.detach(), x.letters) for x in (low.a, low.b)), low.scale)
+    a, b = (Factor(factor.value.detach(), factor.letters) for factor in (low.a, low.b))
+    plain = LowRank(base.detach(), low.letters, a, b, low.scale)
     wide = plain.tensor().to(torch.promote_types(base.dtype, torch.float32))
     return ops.einsum(f"{low.letters},{low.letters}->{letters}", wide, wide).sqrt()
 

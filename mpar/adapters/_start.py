@@ -14,7 +14,7 @@ __all__ = ["start_leaf"]
 
 
 def start_leaf(lora: LoRA, leaf: AdapterLeaf, dtype: torch.dtype, seed: int, slices: Sequence[slice] | None) -> Tensor:
-    """The elements within `slices` (default: all) of a leaf. What begins with values of the model is zero here, see `first_leaf`."""
+    """The elements within `slices` (default: all) of a leaf. What begins with values of the model is zero."""
     bounds = [range(size)[cut] for size, cut in zip(leaf.shape, slices or [slice(None)] * len(leaf.shape), strict=True)]
     sizes, starts, key = [len(bound) for bound in bounds], [bound.start for bound in bounds], ops.fold_key(seed, leaf.path)
     embedding = leaf.adapted.matrix.kind == "embedding"

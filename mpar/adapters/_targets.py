@@ -44,8 +44,8 @@ def saved_leaves(model: Trainable, lora: LoRA) -> tuple[str, ...]:
     tied = [matrix.name for matrix in saved if matrix.segments is not None]
     if tied:
         raise ConfigError(
-            f"cannot train {', '.join(tied)} in full: embedding and head of this {model.name} model are one tensor, of which PEFT "
-            "would make two.\nLeave them out of modules_to_save, or give them an adapter."
+            f"cannot train {', '.join(tied)} in full: embedding and head of this {model.name} model are one tensor, of which "
+            "PEFT would make two.\nLeave them out of modules_to_save, or give them an adapter."
         )
     return tuple(leaf.path for matrix in saved for leaf in matrix.leaves)
 
@@ -97,4 +97,8 @@ def _impossible(matrix: Matrix, lora: LoRA) -> list[str]:
     else:
         tied = matrix.segments is not None
         wrong = {f"init={lora.init}, because it is tied to the embedding": tied and lora.init in ("pissa", "olora")}
-    return [f"{matrix.name}, a {matrix.kind}, has no {text}; name it in exclude" for text, is_wrong in wrong.items() if is_wrong]
+    return [
+        f"{matrix.name}, a matrix of kind {matrix.kind}, has no {text}; name it in exclude"
+        for text, is_wrong in wrong.items()
+        if is_wrong
+    ]

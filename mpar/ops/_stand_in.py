@@ -27,11 +27,11 @@ class StandIn(ABC):
     def tensor(self) -> Tensor:
         """The tensor itself."""
 
-    def primitive(self, primitive: Primitive, operands: tuple, params: Mapping[str, Any]) -> Any:
+    def primitive(self, primitive: Primitive, operands: tuple, params: Mapping[str, object]) -> object:
         """The result of a primitive; NotImplemented if the tensor is needed for it."""
         return NotImplemented
 
-    def function(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    def function(self, name: str, args: tuple, kwargs: Mapping[str, object]) -> object:
         """The result of a function or a method of torch by its name, such as "transpose"; NotImplemented likewise."""
         return NotImplemented
 
@@ -90,11 +90,11 @@ def _tensor(x: object) -> object:
 def _operator(name: str) -> Callable[..., Any]:
     func = getattr(Tensor, f"__{name}__")
 
-    def call(self: StandIn, *args: object) -> Any:
+    def _call(self: StandIn, *args: object) -> Any:
         return type(self).__torch_function__(func, (), (self, *args))
 
-    call.__name__ = f"__{name}__"
-    return cast(Callable[..., Any], call)
+    _call.__name__ = f"__{name}__"
+    return cast(Callable[..., Any], _call)
 
 
 for _name in _OPERATORS:

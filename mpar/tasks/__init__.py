@@ -14,7 +14,6 @@ from mpar.tasks._dpo import DPO_LOSSES, Dpo
 from mpar.tasks._gkd import generalised_jsd
 from mpar.tasks._grpo import Grpo, GrpoLoss, GrpoTokens, grpo_loss
 from mpar.tasks._kto import MISMATCHED, Kto
-from mpar.tasks._named import grpo
 from mpar.tasks._orpo import Orpo
 from mpar.tasks._ppo import PpoLoss, gae, ppo_loss, token_rewards, whitened
 from mpar.tasks._reward import Prm, Reward

@@ -57,6 +57,13 @@ class ModelConfig:
         default=None,
         at_least=0,
     )
+    quantise: Literal["nf4", "int8"] | None = key(
+        "freeze linear layers and experts as codes of 4 or 8 bits, which are dequantised where they are used; null: none",
+        default=None,
+    )
+    quantise_exclude: tuple[str, ...] = key(
+        "ends of the names of matrices that are not quantised, such as [down_proj]", default=()
+    )
     router: dict[str, Any] | None = key(
         "options of expert routers: capacity_factor, padded, token_groups=[2,1] or group=rank, side losses, bias_rate",
         default=None,

@@ -14,7 +14,7 @@ from mpar.data import BatchShape, TokenWeights
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.kernels import Kernels, kernels_for
 from mpar.mesh import Mesh
-from mpar.models import DRAW, ModelOptions, Trainable
+from mpar.models import DRAW, QUANTISATION, ModelOptions, Trainable
 from mpar.optim import SGD, SOAP, AdamW, Lion, Muon, Optimizer, check_optimizer
 from mpar.program import Hardware
 from mpar.rollouts import RewardSpec, RolloutPlan
@@ -33,6 +33,7 @@ from mpar.train._config import (
 )
 from mpar.train._learning_rate import make_learning_rate
 from mpar.train._plug_ins import plug_in_of
+from mpar.train._quantised import quantised
 from mpar.train._sizes import batch_size, seq_len
 from mpar.train._tasks import make_task
 
@@ -78,7 +79,7 @@ def make_setup(config: TrainConfig) -> RunSetup:
     Raises an MparError if mesh, strategy, model or kernels are impossible.
     """
     mesh, strategy = make_mesh(config.mesh), make_strategy(config.strategy, config.mesh)
-    model = adapted(config.adapter, _model(config.model, mesh, strategy))
+    model = quantised(config.model, adapted(config.adapter, _model(config.model, mesh, strategy)))
     chain = chain_of(config, _frozen(config.freeze, model))
     return RunSetup(config, mesh, strategy, model, chain, make_hardware(config.hardware), _kernels(config))
 
@@ -123,8 +124,8 @@ def _model(group: ModelConfig, mesh: Mesh, strategy: Strategy) -> Trainable:
 
 
 def trained_model(config: TrainConfig) -> Trainable:
-    """The model of a run with its adapters, on a mesh that does not divide the tokens of its routers."""
-    return adapted(config.adapter, model_of(config.model))
+    """The model of a run with its adapters, perhaps quantised, on a mesh that does not divide the tokens of its routers."""
+    return quantised(config.model, adapted(config.adapter, model_of(config.model)))
 
 
 def model_of(group: ModelConfig) -> Trainable:
@@ -153,7 +154,7 @@ def _model_of(group: ModelConfig, router: Mapping[str, object] | None) -> Traina
     assert source is not None
     options = ModelOptions(
         dtype=torch.float32,
-        ignore=group.ignore,
+        ignore=group.ignore if group.quantise is None else (*group.ignore, QUANTISATION),
         vocab_multiple=group.vocab_multiple,
         logits_chunk=group.logits_chunk,
         mlp_chunk=group.mlp_chunk,

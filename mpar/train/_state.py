@@ -16,11 +16,13 @@ from mpar.errors import CheckpointError
 from mpar.mesh import Mesh
 from mpar.models import DecoderParams, HfReader, Model, Read, Trainable, shard_slices
 from mpar.program import Leaf, Program, State
+from mpar.quantised import QuantisedReader, is_quantised_folder
 from mpar.spec import local_shape
 from mpar.tasks import BESIDE_MODEL
 from mpar.train._config import PlainConfig, ResumeConfig
 from mpar.train._data_items import unlike_data
 from mpar.train._health import Health, Seen
+from mpar.train._quantised import quantised_part
 
 __all__ = [
     "PARAMS",
@@ -169,7 +171,7 @@ def fresh_state(
 @contextmanager
 def _source(model: Trainable, seed: int, source: str | None, *, check: bool) -> Iterator[Read]:
     """What gives the leaves of the model without adapters. check: whether a checkpoint must have these and no others."""
-    plain = model.plain
+    plain, made = model.plain, quantised_part(model.parts[""])
     if source is None:
         yield lambda path, slices: plain.init_leaf(seed, path, slices)
     elif is_checkpoint(Path(source)):
@@ -177,6 +179,9 @@ def _source(model: Trainable, seed: int, source: str | None, *, check: bool) -> 
             if check:
                 _check_params(plain, saved)
             yield lambda path, slices: _part(saved.read(PARAMS + path), slices)
+    elif made is not None and is_quantised_folder(source):
+        with QuantisedReader(made, source) as parts:
+            yield parts
     else:
         with HfReader(_exportable(plain, source), source) as folder:
             yield folder.read_leaf

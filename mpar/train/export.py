@@ -20,10 +20,12 @@ from mpar.infer import Assistant, Sampling, Sizes, end_ids
 from mpar.infer.compile import make_runner, num_groups
 from mpar.mesh import Mesh
 from mpar.models import HfReader, Model, Trainable
+from mpar.quantised import is_quantised_folder
 from mpar.strategy import Strategy
 from mpar.train._adapters import adapted_part
 from mpar.train._changes import function_changes, model_then
 from mpar.train._config import ModelConfig, TrainConfig
+from mpar.train._quantised import dequantised
 from mpar.train._setup import model_of, trained_model
 from mpar.train._state import Progress, checkpoint_in, open_params
 
@@ -129,7 +131,7 @@ def _delete(path: Path) -> None:
 class _Leaves:
     """The parameters in a checkpoint, read one after the other as often as is asked for, while their bytes are counted.
 
-    Adapters are added to the weights.
+    Adapters are added to the weights; quantised ones are dequantised before.
     """
 
     def __init__(
@@ -141,7 +143,8 @@ class _Leaves:
     def read(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter with its path."""
         adapted = adapted_part(self._trained)
-        with open_params(self._trained, self._checkpoint) as read:
+        with open_params(self._trained, self._checkpoint) as read_leaf:
+            read = dequantised(self._trained, read_leaf)
             for path in tree.paths(self._model.abstract_params):
                 item = path, read(path) if adapted is None else merged_leaf(adapted, path, read)
                 self._done += item[1].nbytes
@@ -151,7 +154,7 @@ class _Leaves:
 
 
 def _as_trained(config: TrainConfig, checkpoint: Path) -> tuple[TrainConfig, Trainable]:
-    """`(config, model with its adapters)`, as the checkpoint records the model: the folder that it came from may be gone, or have changed."""
+    """`(config, model with its adapters)`, as the checkpoint records the model: the folder that it came from may be gone."""
     extras = read_extras(checkpoint)
     recorded = Progress.from_extras(extras, checkpoint).hf_config
     group = config.model
@@ -187,7 +190,7 @@ def _dtypes(config: TrainConfig, model: Model, dtype: str) -> dict[str, torch.dt
     source = None if config.model.random_init else config.model.path
     if config.init_from is not None and checkpoint_in(Path(config.init_from)) is None:
         source = config.init_from
-    if source is None or not Path(source).is_dir():
+    if source is None or not Path(source).is_dir() or is_quantised_folder(source):
         named = model.hf_config.get("dtype", model.hf_config.get("torch_dtype")) if source is not None else None
         return dict.fromkeys(names, getattr(torch, named) if named in DTYPES else torch.float32)
     with HfReader(model, source) as reader:
@@ -229,8 +232,9 @@ def load_assistant(
     """The model in an HF `folder`, and an assistant that answers with it up to `rows` requests at the same time.
 
     A prompt and its answer may have as many tokens as the model can take, or 8,192. `group`: how the model was made, if the
-    folder alone does not tell because it is a plug-in's. adapter: a folder of PEFT, which is added to the weights. mesh, strategy: with several ranks, where parameters are; every process
-    of torch.distributed loads its own. If they are in groups, there are as many more rows as make all groups equal.
+    folder alone does not tell because it is a plug-in's. adapter: a folder of PEFT, which is added to the weights.
+    mesh, strategy: with several ranks, where parameters are; every process of torch.distributed loads its own. If they are in
+    groups, there are as many more rows as make all groups equal.
     """
     mesh = mesh or Mesh(tp=1)
     if group is None or group.plugin is None:
@@ -241,8 +245,8 @@ def load_assistant(
         params = models.load_params(model, folder)
     if adapter is not None and mesh.size > 1:
         raise CheckpointError(
-            f"cannot add the adapter in {adapter} to weights on {mesh}: it is added on one rank.\nUse mesh=one, or write the sum: "
-            "mpar export of the run, or the run's hf folder."
+            f"cannot add the adapter in {adapter} to weights on {mesh}: it is added on one rank.\n"
+            "Use mesh=one, or a folder with the sum: the run that trained the adapter has one in hf."
         )
     if adapter is not None:
         adapted = adapters.add(model, adapters.read_lora(adapter))

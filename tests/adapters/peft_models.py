@@ -15,7 +15,13 @@ from mpar.optim import AdamW, OptState, ScaledRates
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 61}
 LLAMA = transformers.LlamaConfig(**SIZES, intermediate_size=48, max_position_embeddings=64, tie_word_embeddings=False)
 MOE = transformers.Qwen3MoeConfig(
-    **SIZES, head_dim=8, intermediate_size=48, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.0
+    **SIZES,
+    head_dim=8,
+    intermediate_size=48,
+    moe_intermediate_size=16,
+    num_experts=4,
+    num_experts_per_tok=2,
+    router_aux_loss_coef=0.0,
 )
 LR, STEPS = 3e-3, 20
 
@@ -34,6 +40,13 @@ def of_peft(base: Path, adapter: Path, *, trained: bool = False) -> peft.PeftMod
         warnings.simplefilter("ignore")
         model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         return peft.PeftModel.from_pretrained(model, adapter, is_trainable=trained)
+
+
+def save_peft(model: peft.PeftModel, folder: Path) -> None:
+    """Write the adapter as PEFT does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder)
 
 
 def batches() -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,0 +1,77 @@
+"""`mpar train adapter=lora` on real processes: what is trained and written, going on to the bit, and what other commands read."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpar import adapters, checkpoint, models
+from mpar.cli import main as command_line
+from mpar.train import read_metrics
+from tests.cli.conftest import SMALL, run_mpar
+
+FIXED = ["optimizer.lr_decay=constant", "optimizer.warmup_ratio=null", "optimizer.min_ratio=null", "optimizer.lr=1e-2"]
+LORA = ["train", *SMALL, *FIXED, "adapter=lora", "adapter.dropout=0.1", "adapter.b_rate=4", "mesh=fsdp2", "strategy=zero3"]
+LORA += ["data.seq_len=96", "checkpoint={every: 2, keep: null}"]
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    with checkpoint.Reader(path) as reader:
+        return {name: reader.read(name) for name in reader.tensors}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of all weights on one rank, and a run of an adapter that starts from it, on two."""
+    folder = tmp_path_factory.mktemp("lora")
+    done = run_mpar(["train", *SMALL, "steps=2", "mesh=one", "strategy=ddp", "run_dir=base"], folder)
+    assert done.returncode == 0, done.stderr
+    done = run_mpar([*LORA, "init_from=base", "steps=4", "run_dir=lora"], folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.gloo
+def test_only_the_adapter_changes(runs):
+    """The weights are those of the first run, to the bit, and only the adapter has state of the optimizer; the loss falls."""
+    base = tensors(runs / "base" / "checkpoints" / "step_00000002")
+    last = tensors(runs / "lora" / "checkpoints" / "step_00000004")
+    for name, x in base.items():
+        assert not name.startswith("params.") or torch.equal(last[name], x), name
+    state = {name.split(".", 2)[2] for name in last if name.startswith("opt.")}
+    assert state == {name.removeprefix("params.") for name in last if name.startswith("params.adapters.")}
+    losses = [record["loss"] for record in read_metrics(runs / "lora" / "metrics.jsonl")]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.gloo
+def test_a_run_goes_on_to_the_bit(runs, capsys):
+    """With dropout, two steps and two more are four steps; other adapters are refused."""
+    assert run_mpar([*LORA, "init_from=base", "steps=2", "run_dir=parts"], runs).returncode == 0
+    assert command_line.main([*LORA, "steps=4", f"run_dir={runs / 'parts'}", "adapter.rank=4"]) != 0
+    assert "the model would compute another function" in capsys.readouterr().err
+    assert run_mpar([*LORA, "init_from=base", "steps=4", "run_dir=parts"], runs).returncode == 0
+    whole, parts = (tensors(runs / name / "checkpoints" / "step_00000004") for name in ("lora", "parts"))
+    assert all(torch.equal(parts[name], x) for name, x in whole.items())
+
+
+@pytest.mark.gloo
+def test_folders_are_read(runs, capsys):
+    """The base with the adapter's folder answers as the exported sum does; an adapter of another base is refused."""
+    model, params = models.from_hf(runs / "base" / "hf")
+    adapted = adapters.add(model, adapters.read_lora(runs / "lora" / "adapter"))
+    merged = adapters.merge(adapted, adapters.read_peft(adapted, runs / "lora" / "adapter", params))
+    _, exported = models.from_hf(runs / "lora" / "hf")
+    tokens = torch.arange(24).reshape(2, 12)
+    torch.testing.assert_close(model.apply(merged, tokens), model.apply(exported, tokens), rtol=0, atol=1e-6)
+    asked = ["prompt=Who are you?", "max_new_tokens=6"]
+    answers = []
+    for where in (["path=" + str(runs / "base"), f"adapter={runs / 'lora' / 'adapter'}"], ["path=" + str(runs / "lora")]):
+        assert command_line.main(["generate", *where, *asked]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+    assert command_line.main(["export", f"run_dir={runs / 'lora'}", "format=peft", f"out={runs / 'again'}"]) == 0
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (runs / "again" / name).read_bytes() == (runs / "lora" / "adapter" / name).read_bytes()
+    assert command_line.main(["export", f"run_dir={runs / 'base'}", "format=peft", f"out={runs / 'none'}"]) != 0
+    assert "the run trained all weights" in capsys.readouterr().err
