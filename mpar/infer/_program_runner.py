@@ -17,7 +17,7 @@ from mpar.kernels import kernels_for
 from mpar.mesh import Mesh
 from mpar.models import CacheSizes, DecoderParams, Model
 from mpar.precision import Precision
-from mpar.program import Program, State
+from mpar.program import Program, State, batch_rows
 from mpar.strategy import Strategy, preset
 
 __all__ = ["ProgramRunner"]
@@ -77,8 +77,12 @@ class ProgramRunner:
             self._runs[count] = self._bound(self.programs[count])
 
     def _bound(self, program: Program) -> Run:
-        """The function that runs a step."""
-        return program.bind(device=self.device)
+        """The function that runs a step, on the batch of all ranks."""
+        run = program.bind(device=self.device)
+        if program.mesh.size == 1:
+            return run
+        rank = torch.distributed.get_rank()
+        return lambda state, batch: run(state, batch_rows(program, batch, rank))
 
     def _first_state(self, program: Program, params: DecoderParams[Tensor]) -> State:
         rank = torch.distributed.get_rank() if program.mesh.size > 1 else 0
@@ -110,8 +114,8 @@ class ProgramRunner:
 
 
 def _laid_out(leaf: Tensor, axes: Axes) -> Tensor:
-    """A matrix in bfloat16 on a CPU with the features that products sum over next to each other in memory: products with a few
-    rows are then a tenth to a fifth faster. In float32 they are not."""
+    """A matrix in bfloat16 on a CPU with the features that products sum over next to each other in memory, because
+    products with a few rows are faster so. In float32 they are not."""
     if leaf.device.type != "cpu" or leaf.dtype != torch.bfloat16 or "vocab" in axes[:1] or "expert" in axes:
         return leaf
     if len(axes) > 1 and axes[0] == "embed":
@@ -122,7 +126,7 @@ def _laid_out(leaf: Tensor, axes: Axes) -> Tensor:
 
 
 def _counts(largest: int, unit: int) -> list[int]:
-    """The numbers of tokens for which there are programs, of which `largest` is the last one. `unit`: they are multiples of it, save the largest."""
+    """The numbers of tokens for which there are programs: multiples of `unit`, and the largest one."""
     counts = [unit]
     while counts[-1] < largest:
         counts.append(min(_GROWTH * counts[-1], largest))

@@ -1,4 +1,4 @@
-"""One of two processes: answers requests on tp=2 and on pp=2; each rank writes its answers.
+"""One of two processes: answers requests on tp=2, pp=2 and cp=2; each rank writes its answers.
 
 usage: torchrun --nproc-per-node 2 runner_worker.py FOLDER
 """
@@ -17,7 +17,7 @@ from tests.models.variants import BASE
 
 __all__ = ["MESHES", "answers_on"]
 
-MESHES = {"tp": Mesh(tp=2), "pp": Mesh(pp=2)}
+MESHES = {"tp": Mesh(tp=2), "pp": Mesh(pp=2), "cp": Mesh(cp=2)}
 PROMPTS = [[1, 5, 2], [7], [3, 9, 27, 11, 33, 29, 17, 51, 23, 8, 24, 2, 6, 18], [4] * 9]
 
 

@@ -128,7 +128,7 @@ def test_what_is_refused():
 
 @pytest.mark.gloo
 def test_two_processes_give_the_same_answers(tmp_path):
-    """Two ranks of tp and of pp, each with an engine of its own: both have the answers of one process."""
+    """Two ranks of tp, of pp and of cp, each with an engine of its own: both have the answers of one process."""
     done = torchrun(pathlib.Path(__file__).with_name("runner_worker.py"), str(tmp_path), num_ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     expected = answers_on(None)
