@@ -145,7 +145,7 @@ def _paged(x):
     where = torch.zeros(1, 3).long(), torch.arange(3)[None], torch.ones(1, 1, 2).long()
     return [
         ops.write_rows(pool, rows, places),
-        PRIMITIVES["write_rows_over"].bind(pool.clone(), rows, places),
+        PRIMITIVES["write_rows_over"].bind(pool.clone(), rows, places, shard=False),
         ops.overwrite(rows.clone(), rows),
         *ops.conv_by_rows(*(x(*shape).detach() for shape in ((1, 3, 6), (6, 4), (6,), (1, 2, 3, 6))), *where[:2]),
         *ops.scan_by_rows(*(x(*shape).detach() for shape in SCAN), *where[:2], chunk=2),
