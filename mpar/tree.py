@@ -124,7 +124,7 @@ def get(tree: Tree, path: str) -> Any:
     return tree
 
 
-def children(tree: Tree) -> dict[str, Any]:
+def children(tree: Tree) -> dict[str, Tree]:
     """The subtrees directly below `tree`, by the first key of their paths; those that are None are left out."""
     if isinstance(tree, dict):
         return {str(key): child for key, child in tree.items() if child is not None}

@@ -12,6 +12,9 @@ from mpar.errors import DataError, brief
 
 __all__ = ["Answers", "check_columns", "with_mismatched"]
 
+Numbers = NDArray[Any]
+"""An array of integers or of floats."""
+
 _FILLS = {"answers": -1, "indices": -1, "ends": -1, "signs": -1}
 _FROM_ROWS = ("beta", "margin")
 MISMATCHED = 2
@@ -35,16 +38,16 @@ class Answers:
     scored: bool = False
     mismatched: bool = False
 
-    def arrays(self, num_rows: int, seq_len: int) -> dict[str, NDArray[Any]]:
+    def arrays(self, num_rows: int, seq_len: int) -> dict[str, Numbers]:
         """The entries of rows without answers."""
-        found: dict[str, NDArray[Any]] = {}
+        found: dict[str, Numbers] = {}
         for key in self.keys:
             length = seq_len if key in ("answers", "indices", "ends") else self.count
             dtype = np.int64 if key in _FILLS else np.float32
             found[key] = np.full((num_rows, length), _FILLS.get(key, 0), dtype=dtype)
         return found
 
-    def write(self, documents: Documents, document: int, number: int, place: slice, arrays: Mapping[str, NDArray[Any]]) -> None:
+    def write(self, documents: Documents, document: int, number: int, place: slice, arrays: Mapping[str, Numbers]) -> None:
         """Write what is to be said of a document, the one with this number in its row, at these positions."""
         start = int(documents.starts[document]) + 1
         shifted = slice(start, start + int(documents.lengths[document]))
