@@ -33,11 +33,23 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterFolder:
+    """An adapter that is added to the weights. One word is enough: `adapter=FOLDER` is `adapter.path=FOLDER`."""
+
+    path: str | None = key("a folder of PEFT; null: no adapter", default=None)
+
+    @staticmethod
+    def key_of_word(word: str) -> str:
+        """The key that `adapter=WORD` sets to WORD."""
+        return "path"
+
+
+@dataclass(frozen=True, kw_only=True)
 class AnswerKeys:
     """The keys of every command that lets a model answer: how it is loaded, and on which ranks it runs."""
 
     rows: int = key("the most answers that are made at the same time", default=16, at_least=1)
-    adapter: str | None = key("a folder of PEFT with an adapter, which is added to the weights; null: none", default=None)
+    adapter: AdapterFolder = key("an adapter that is added to the weights", default_factory=AdapterFolder)  # noqa: RUF009 (a field)
     dtype: str = key("float32, bfloat16 or float16: of the weights and of what is computed", default="float32")
     mesh: MeshConfig
     strategy: StrategyConfig
@@ -129,5 +141,11 @@ def load(config: AnswerKeys, folder: Path) -> tuple["Model", "Assistant"]:
     mesh, strategy = train.make_mesh(config.mesh), train.make_strategy(config.strategy, config.mesh)
     dtype = getattr(later("torch"), config.dtype)
     return export.load_assistant(
-        folder, model_of_run(folder.parent), rows=config.rows, dtype=dtype, adapter=config.adapter, mesh=mesh, strategy=strategy
+        folder,
+        model_of_run(folder.parent),
+        rows=config.rows,
+        dtype=dtype,
+        adapter=config.adapter.path,
+        mesh=mesh,
+        strategy=strategy,
     )

@@ -41,8 +41,9 @@ class Choices:
         return " ".join([*self.shown[group], *(["or module:function"] if group in PLUGGABLE else [])])
 
     def of(self, cls: type) -> "Choices":
-        """Those of the groups that are keys of the configuration `cls`."""
-        groups = {name for name, hint in get_type_hints(cls).items() if dataclasses.is_dataclass(hint)}
+        """Those of the groups that are keys of the configuration `cls`; no group is one for which a word stands for a key."""
+        hints = get_type_hints(cls).items()
+        groups = {name for name, hint in hints if dataclasses.is_dataclass(hint) and not hasattr(hint, "key_of_word")}
         return Choices({group: names for group, names in self.shown.items() if group in groups})
 
     def _mesh_files(self) -> list[str]:

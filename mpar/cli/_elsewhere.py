@@ -5,6 +5,10 @@ import re
 __all__ = ["aliases", "key_elsewhere", "not_there", "value_elsewhere"]
 
 _KEYS = {  # by key of mpar: its names elsewhere, without dashes and underscores
+    "adapter.alpha": "loraalpha",
+    "adapter.dropout": "loradropout",
+    "adapter.rank": "lorarank lorar",
+    "adapter.targets": "loratarget loratargetmodules targetmodules",
     "data.batch_size": "batchsize bs gbs globalbatchsize trainbatchsize numsequences",
     "data.packing": "pack packsequences",
     "data.seq_len": "seqlength sequencelength maxlength maxseqlen maxseqlength contextlength blocksize cutofflen",
@@ -97,7 +101,6 @@ _VALUES = {  # by key: the value in mpar, with its names elsewhere
 }
 _VALUES["schedule.name"], _VALUES["strategy.name"] = _VALUES["schedule"], _VALUES["strategy"]
 _NOT_THERE = {  # what people ask for: why there is no key of that kind
-    "lora": "adapters (LoRA, QLoRA, DoRA, PEFT) are not there yet: mpar trains all parameters",
     "quantization": "weights of 4 and 8 bits are model.quantise=nf4 and model.quantise=int8",
     "fp8": "FP8 is not there yet: there are precision=fp32 and precision=bf16",
     "dpo": "preferences and rewards (DPO, PPO, GRPO, RLHF) are not there yet: there are task=pt and task=sft",
@@ -105,7 +108,6 @@ _NOT_THERE = {  # what people ask for: why there is no key of that kind
 }
 _SHORT = 7
 _ALSO = {
-    "lora": "qlora dora peft lorarank loraalpha loratarget loradropout loratargetmodules peftconfig adapter finetuningtype",
     "quantization": "loadin4bit loadin8bit quantizationbit bnb bits quantizationconfig",
     "fp8": "fp8format transformerengine float8",
     "dpo": "ppo grpo rlhf orpo kto rewardmodel reward",

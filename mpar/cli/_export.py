@@ -28,7 +28,9 @@ class ExportConfig:
 
     run_dir: str = field(metadata={"doc": "the folder of a run"})
     checkpoint: str | None = field(default=None, metadata={"doc": "folder of the checkpoint; null: the newest of the run"})
-    out: str | None = field(default=None, metadata={"doc": "the folder to write; null: run_dir/hf, which is replaced"})
+    out: str | None = field(
+        default=None, metadata={"doc": "the folder to write; null: hf or adapter in run_dir, which is replaced"}
+    )
     dtype: Literal["source", "float32", "bfloat16", "float16"] = field(
         default="source",
         metadata={"doc": "source: as in the Hugging Face folder from which training started; without one, float32"},
@@ -36,9 +38,8 @@ class ExportConfig:
     max_file_bytes: int = field(
         default=MAX_FILE_BYTES, metadata={"doc": "a larger model has several files of weights", "at_least": 1}
     )
-    adapter: bool = field(
-        default=False,
-        metadata={"doc": "write the adapter alone, as PEFT does, into run_dir/adapter; false: added to the weights"},
+    format: Literal["hf", "peft"] = field(
+        default="hf", metadata={"doc": "hf: the model, adapters added to its weights; peft: the adapter alone, as PEFT has it"}
     )
     check: bool = field(default=True, metadata={"doc": "read the folder back and compare every bit with the checkpoint"})
     progress: bool = field(default=True, metadata={"doc": "show a progress bar, on a terminal"})
@@ -58,13 +59,13 @@ def main(args: Sequence[str]) -> int:
     if not isinstance(plain, dict):
         raise CheckpointError(f"cannot export {source}: it does not record the configuration of a run. Did mpar train write it?")
     run = bind(TrainConfig, plain)
-    out = Path(config.out) if config.out else run_dir / ("adapter" if config.adapter else "hf")
+    out = Path(config.out) if config.out else run_dir / ("adapter" if config.format == "peft" else "hf")
     folder = Path(os.path.abspath(out)) if config.out else out  # x/.. would be another folder once x is made
     if config.out and folder.exists():
         raise CheckpointError(f"cannot export to {out}: it exists. Choose another folder, or delete it.")
-    if config.adapter:
+    if config.format == "peft":
         if export_adapter(run, source, folder) is None:
-            raise CheckpointError(f"cannot export an adapter from {source}: the run trained all weights. Leave adapter=true out.")
+            raise CheckpointError(f"cannot export an adapter from {source}: the run trained all weights. Use format=hf.")
         say(str(out))
         return 0
     options = ExportOptions(config.dtype, config.max_file_bytes, config.check, replaces=not config.out)

@@ -1,4 +1,4 @@
-"""Matrices: the weights that tokens are multiplied with, by the names that Hugging Face gives them, and the leaves that hold them.
+"""Matrices: the weights that tokens are multiplied with, by their names in Hugging Face, and the leaves that hold them.
 
 A stored matrix may be several leaves (fused projections), and a leaf may be the matrices of all experts of a layer.
 """

@@ -232,9 +232,9 @@ def load_assistant(
     """The model in an HF `folder`, and an assistant that answers with it up to `rows` requests at the same time.
 
     A prompt and its answer may have as many tokens as the model can take, or 8,192. `group`: how the model was made, if the
-    folder alone does not tell because it is a plug-in's. adapter: a folder of PEFT, which is added to the weights. mesh, strategy:
-    with several ranks, where parameters are; every process of torch.distributed loads its own. If they are in groups, there are as
-    many more rows as make all groups equal.
+    folder alone does not tell because it is a plug-in's. adapter: a folder of PEFT, which is added to the weights.
+    mesh, strategy: with several ranks, where parameters are; every process of torch.distributed loads its own. If they are in
+    groups, there are as many more rows as make all groups equal.
     """
     mesh = mesh or Mesh(tp=1)
     if group is None or group.plugin is None:

@@ -70,8 +70,8 @@ def test_folders_are_read(runs, capsys):
         assert command_line.main(["generate", *where, *asked]) == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1]
-    assert command_line.main(["export", f"run_dir={runs / 'lora'}", "adapter=true", f"out={runs / 'again'}"]) == 0
+    assert command_line.main(["export", f"run_dir={runs / 'lora'}", "format=peft", f"out={runs / 'again'}"]) == 0
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         assert (runs / "again" / name).read_bytes() == (runs / "lora" / "adapter" / name).read_bytes()
-    assert command_line.main(["export", f"run_dir={runs / 'base'}", "adapter=true", f"out={runs / 'none'}"]) != 0
+    assert command_line.main(["export", f"run_dir={runs / 'base'}", "format=peft", f"out={runs / 'none'}"]) != 0
     assert "the run trained all weights" in capsys.readouterr().err

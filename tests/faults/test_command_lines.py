@@ -94,7 +94,7 @@ BAD = [  # a command line, in which FOLDER is a folder with bad files, and words
     ("train tp=2", "did you mean mesh.tp?"),
     ("train max_steps=10", "did you mean steps?"),
     ("train gradient_accumulation_steps=4", "did you mean schedule.num_microbatches?"),
-    ("train lora_rank=8", "LoRA, QLoRA, DoRA, PEFT) are not there yet"),
+    ("train lora_rank=8", "did you mean adapter.rank?"),
     ("train --lr 3", "write optimizer.lr=3"),
     ("train -lr 3", "write optimizer.lr=3"),
     ("train --steps=20", "write steps=20"),
