@@ -121,7 +121,8 @@ def score_harness(
     files = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
     missing = [str(file) for file in files if not file.is_file()]
     named = [task for task in tasks if not task.endswith((".yaml", ".yml"))]
-    manager = TaskManager(include_path=sorted({str(file.parent) for file in files}) or None, include_defaults=bool(named))
+    folders = {str(file.parent) for file in files if file.is_file()}  # each is searched for tasks, with all that is in it
+    manager = TaskManager(include_path=sorted(folders) or None, include_defaults=bool(named))
     missing += sorted(set(named) - set(manager.all_tasks))
     if missing:
         raise ConfigError(f"cannot run the harness: it has no tasks {', '.join(missing)}.")
