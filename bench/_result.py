@@ -21,6 +21,7 @@ CASE = frozenset(
         *("row", "number", "name", "dtype", "shape"),  # of the table of kernels
         "overrides",  # of a run of mpar train
         *("rate", "options"),  # of links, and of the program behind them
+        *("prompt", "answers"),  # of requests, in tokens
     }
 )
 """Keys of a line that say what was measured. Every other key, unless it is a fact of `Origin`, is a figure."""

@@ -63,14 +63,15 @@ BELOW["measure"] = {*VALUES, "ops", "kernels", "ir", "runtime"}
 BELOW["program"] = {*VALUES, "kernels", "sharding", "schedules", "ir", "proof", "forecast", "compiler", "runtime"}
 # data, optim, checkpoint, infer and train are neighbours above all of these: who may use whom among them
 _TRUNK = {*VALUES, "ops", "kernels", "schedules", "program", "compiler", "models"}
+BELOW["quantised"] = {*VALUES, "ops", "models"}
 BELOW["tasks"] = {*VALUES, "ops", "models"}
 BELOW["data"] = set(VALUES)
 BELOW["optim"] = {*VALUES, "ops"}
 BELOW["checkpoint"] = set(VALUES)
 BELOW["infer"] = {*_TRUNK, "data"}
-BELOW["train"] = {*_TRUNK, "tasks", "data", "optim", "checkpoint", "infer"}
+BELOW["train"] = {*_TRUNK, "quantised", "tasks", "data", "optim", "checkpoint", "infer"}
 BELOW["serve"] = {"errors", "data", "infer"}
-BELOW["cli"] = {*_TRUNK, "measure", "tasks", "data", "optim", "checkpoint", "infer", "train", "serve"}
+BELOW["cli"] = {*_TRUNK, "measure", "quantised", "tasks", "data", "optim", "checkpoint", "infer", "train", "serve"}
 
 PRIVATE_TORCH = re.compile(r"^torch(\.\w+)*\._(?!_)\w+|^torch\.fx\.experimental|^torch\.utils\._")
 

@@ -118,15 +118,8 @@ def check_overrides(
 
 def _plugged(overrides: Sequence[str], user_dir: Path | None) -> set[str]:
     """The groups that may have a plug-in, whose parameters are known only when everything is composed."""
-    chosen = [(name, word.partition("=")[2]) for name in PLUGGABLE for word in overrides if word.startswith(f"{name}=")]
-    named = {name for name, choice in chosen if ":" in choice or _names_plug_in(name, choice)}
+    named = {name for name in PLUGGABLE for word in overrides if word.startswith(f"{name}=") and ":" in word}
     return named if user_dir is None else set(PLUGGABLE)
-
-
-def _names_plug_in(group: str, choice: str) -> bool:
-    """Whether a choice of mpar's own, such as task=grpo, is a plug-in with parameters of its own."""
-    file = conf_dir() / group / f"{choice}.yaml"
-    return file.is_file() and OmegaConf.select(OmegaConf.load(file), "plugin") is not None
 
 
 def _of_plug_in(override: Override, plugged: set[str]) -> bool:

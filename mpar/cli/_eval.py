@@ -1,7 +1,7 @@
 """`mpar eval`: the loss of a model on whole sets, and how many questions of tasks it answers as it should."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from mpar.files import MAX_JSON_BYTES, Unreadable, read_json
 from mpar.train import key
 
 if TYPE_CHECKING:
-    from mpar.infer import Assistant, Question  # which load torch
+    from mpar.infer import Assistant, Question, Score  # which load torch
     from mpar.models import Model
 
 __all__ = ["EvalConfig", "main"]
@@ -33,6 +33,7 @@ _HELP = f"""usage: mpar eval path=RUN_OR_HF_FOLDER [sets=[held_out.jsonl]] [task
 sets are data as in data.sources: each row counts once, and none is packed with others. A task has an object in each line: with
 "prompt", "choices" and the index "answer", which is scored by log-probabilities, or with "prompt" and the text "answer", which
 the model has to write ("chat": true asks it in the chat template; "stop" and "max_tokens" may be given).
+harness are tasks of lm-evaluation-harness, which needs the extra `harness`: pip install 'mpar[harness]'.
 
 {SWITCHES_HELP}"""
 
@@ -46,6 +47,10 @@ class EvalConfig(AnswerKeys):
     kind: str = key("sft: conversations, with the loss on answers; pt: texts, with the loss on every token", default="sft")
     seq_len: int = key("longer rows are cut into documents of so many positions", default=2048, at_least=1)
     tasks: tuple[str, ...] = key("files with questions and their answers", default=())
+    harness: tuple[str, ...] = key("tasks of lm-evaluation-harness: its names, or YAML files that describe one", default=())
+    num_fewshot: int | None = key("harness: examples before each question; null: as its task says", default=None, at_least=0)
+    limit: int | None = key("harness: only so many questions of each task", default=None, at_least=1)
+    chat: bool = key("harness: questions are asked in the model's chat template", default=False)
     out: str | None = key("the file for the results, .json", default=None)
     compare: tuple[str, ...] = key("files with results, which are shown beside each other", default=())
     picture: str | None = key("a picture of the results, .png, .svg or .pdf", default=None)
@@ -74,8 +79,8 @@ def _check(config: EvalConfig) -> None:
     problems = answer_problems(config)
     if (config.path is None) == (not config.compare):
         problems.append("give either path (a model) or compare (files with results)")
-    if config.path is not None and not config.sets and not config.tasks:
-        problems.append("there is nothing to evaluate on: give sets or tasks")
+    if config.path is not None and not (config.sets or config.tasks or config.harness):
+        problems.append("there is nothing to evaluate on: give sets, tasks or harness")
     if config.kind not in ("sft", "pt"):
         problems.append(f"kind={config.kind}: choose sft or pt")
     for name, value in (("out", config.out), ("picture", config.picture)):
@@ -90,10 +95,15 @@ def _check(config: EvalConfig) -> None:
 def _evaluate(config: EvalConfig, path: str) -> dict[str, object]:
     """The results of one model: losses by set, scores by task."""
     folder = model_folder(Path(local_folder(path)), "evaluate")
+    score_harness = _harness() if config.harness else None
     tasks = {name: later("mpar.infer").read_task(Path(name)) for name in config.tasks}
     with answering(config, folder) as (model, assistant):
         losses = {name: _loss(config, name, model, assistant) for name in config.sets}
         scores = {name: _scores(name, questions, assistant) for name, questions in tasks.items()}
+        if score_harness is not None:
+            how = {"num_fewshot": config.num_fewshot, "limit": config.limit, "chat": config.chat}
+            found = score_harness(assistant, config.harness, **how)
+            scores |= {name: _by_measure(measures) for name, measures in found.items()}
     return {"model": str(folder), "sets": losses, "tasks": scores}
 
 
@@ -111,11 +121,23 @@ def _loss(config: EvalConfig, name: str, model: "Model", assistant: "Assistant")
     return {"loss": found.loss, "perplexity": found.perplexity, "tokens": found.num_tokens}
 
 
-def _scores(name: str, questions: Sequence["Question"], assistant: "Assistant") -> dict[str, dict[str, float]]:
+def _scores(name: str, questions: Sequence["Question"], assistant: "Assistant") -> dict[str, dict[str, float | None]]:
     """The scores in one task."""
     with CountProgress(name, len(questions)) as progress:
         found = later("mpar.infer").score_task(assistant, questions, progress)
-    return {score.name: {"value": score.value, "error": score.error, "questions": score.num_questions} for score in found}
+    return _by_measure(found)
+
+
+def _by_measure(scores: Sequence["Score"]) -> dict[str, dict[str, float | None]]:
+    return {score.name: {"value": score.value, "error": score.error, "questions": score.num_questions} for score in scores}
+
+
+def _harness() -> Callable[..., dict[str, list["Score"]]]:
+    """The function that scores tasks of the harness. Raises ConfigError if that is not installed."""
+    try:
+        return later("mpar.infer.harness").score_harness
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"cannot use harness: {error.name} is missing. Install it: pip install 'mpar[harness]'.") from None
 
 
 def _read_results(path: Path) -> dict[str, object]:
@@ -139,7 +161,8 @@ def _show(results: Mapping[str, Mapping]) -> None:
             rows.setdefault((name, "perplexity"), {})[model] = f"{values['perplexity']:,.4g}"
         for name, measures in found["tasks"].items():
             for measure, values in measures.items():
-                rows.setdefault((name, measure), {})[model] = f"{values['value']:.3f} ± {values['error']:.3f}"
+                error = "" if values["error"] is None else f" ± {values['error']:.3f}"
+                rows.setdefault((name, measure), {})[model] = f"{values['value']:.3f}{error}"
     for (name, measure), cells in rows.items():
         table.add_row(name, measure, *(cells.get(model, "-") for model in results))
     console = Console(width=None if Console().is_terminal else 10_000, highlight=False)

@@ -17,9 +17,8 @@ from mpar.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from mpar.rollouts import Rollout, RolloutFile  # which load torch
 
-__all__ = ["ROLLOUTS_FOLDER", "main"]
+__all__ = ["main"]
 
-ROLLOUTS_FOLDER = "rollouts"
 _HELP = """usage: mpar rollouts show RUN [--number N] [--group G] [--contains TEXT] [--finish stop|length]
                           [--min-reward X] [--max-reward X] [--sort reward|advantage|tokens] [--rows 20] [--full]
        mpar rollouts list RUN [--picture reward.png]
@@ -59,11 +58,10 @@ def main(args: Sequence[str]) -> int:
     show.add_argument("--sort", choices=("reward", "advantage", "tokens"), default=None)
     show.add_argument("--full", action="store_true")
     parsed = parser.parse_args(list(args))
-    files = later("mpar.rollouts").list_rollouts(parsed.run / ROLLOUTS_FOLDER)
+    folder = parsed.run / later("mpar.train").ROLLOUTS_FOLDER
+    files = later("mpar.rollouts").list_rollouts(folder)
     if not files:
-        raise CheckpointError(
-            f"there are no rollouts in {parsed.run / ROLLOUTS_FOLDER}: name the run_dir of a run that draws any."
-        )
+        raise CheckpointError(f"there are no rollouts in {folder}: name the run_dir of a run that draws any.")
     if parsed.command == "list":
         _list(files, parsed.picture)
     else:

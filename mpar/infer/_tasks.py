@@ -40,16 +40,18 @@ class Question:
 
 @dataclass(frozen=True)
 class Score:
-    """A share of questions, `value`, and its standard error."""
+    """A mean over questions, `value`, and its standard error; None: it is not known."""
 
     name: str
     value: float
     num_questions: int
+    error: float | None
 
-    @property
-    def error(self) -> float:
-        """The standard error of the share (of a mean of zeros and ones)."""
-        return math.sqrt(self.value * (1 - self.value) / max(1, self.num_questions - 1))
+    @classmethod
+    def of_share(cls, name: str, num_right: int, num_questions: int) -> "Score":
+        """The share of questions that are answered right."""
+        value = num_right / num_questions
+        return cls(name, value, num_questions, math.sqrt(value * (1 - value) / max(1, num_questions - 1)))
 
 
 def read_task(path: Path) -> list[Question]:
@@ -83,9 +85,9 @@ def score_task(
         right["accuracy"] += _largest(scores) == question.answer
         right["accuracy_by_byte"] += _largest(by_byte) == question.answer
         progress(done)
-    scores_of = [Score(name, count / len(chosen), len(chosen)) for name, count in right.items() if chosen]
+    scores_of = [Score.of_share(name, count, len(chosen)) for name, count in right.items() if chosen]
     if asked:
-        scores_of.append(Score("exact_match", _num_exact(assistant, asked, len(chosen), progress) / len(asked), len(asked)))
+        scores_of.append(Score.of_share("exact_match", _num_exact(assistant, asked, len(chosen), progress), len(asked)))
     return scores_of
 
 

@@ -30,6 +30,7 @@ from mpar.kernels._moe_support import (
     router_supports,
     rows_support,
 )
+from mpar.kernels._nf4_support import dequantise_nf4_supports
 
 __all__ = ["CATALOGUE", "REFERENCE_WORKSPACE", "Implementation", "Supports", "floating", "no_workspace"]
 
@@ -146,6 +147,7 @@ CATALOGUE: dict[str, tuple[Implementation, ...]] = dict(
         _triton("quantise_fp8", "_quantise_fp8", quantise_supports, quantise_workspace),
         _triton("quantise_fp8_both", "_quantise_fp8", quantise_supports, quantise_both_workspace),
         _triton("dequantise_fp8", "_quantise_fp8", quantise_supports),
+        _triton("dequantise_nf4", "_dequantise_nf4", dequantise_nf4_supports),
         _triton("fp8_matmul", "_fp8_matmul", fp8_matmul_supports),
         _grouped("grouped_matmul", grouped_matmul_workspace),
         _grouped("grouped_matmul_dw", grouped_matmul_dw_workspace),

@@ -116,6 +116,11 @@ class Trainable(Chain):
         """The model whose weights a folder has: the model itself, or what it was made of by adapters and the like."""
         return self
 
+    @property
+    def parts(self) -> "Mapping[str, Trainable]":
+        """The models whose parameters it has, by the beginning of their paths: itself, unless it compares models."""
+        return {"": self}
+
     def first_leaf(self, seed: int, path: str, slices: Sequence[slice] | None, read: Read) -> Tensor:
         """The elements within `slices` (None: all) of the leaf at `path` before training, where `read(path, slices)` gives leaves
         of `plain`."""

@@ -123,7 +123,7 @@ def _scaled(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _nearest(x: Tensor, codes: Sequence[float]) -> Tensor:
     """The index of the nearest code, uint8; halfway between two codes it is the lower one."""
     numbers = torch.tensor(codes, dtype=torch.float32, device=x.device)
-    return torch.bucketize(x, (numbers[:-1] + numbers[1:]) / 2).to(torch.uint8)
+    return torch.bucketize(x.contiguous(), (numbers[:-1] + numbers[1:]) / 2).to(torch.uint8)
 
 
 def dequantise_nf4(parts: Nf4[Tensor], *, dtype: torch.dtype = torch.float32) -> Tensor:

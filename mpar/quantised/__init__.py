@@ -4,8 +4,20 @@
 so for it. With adapters it is QLoRA: `quantise(adapters.add(model, LoRA(...)))`.
 """
 
+from mpar.quantised._folder import QuantisedReader, is_quantised_folder, write_quantised
 from mpar.quantised._layout import Kind, Layout
 from mpar.quantised._model import ALL_LINEAR, QuantisedModel, quantise
 from mpar.quantised._segment import QuantisedSegment, QuantisedWeight
 
-__all__ = ["ALL_LINEAR", "Kind", "Layout", "QuantisedModel", "QuantisedSegment", "QuantisedWeight", "quantise"]
+__all__ = [
+    "ALL_LINEAR",
+    "Kind",
+    "Layout",
+    "QuantisedModel",
+    "QuantisedReader",
+    "QuantisedSegment",
+    "QuantisedWeight",
+    "is_quantised_folder",
+    "quantise",
+    "write_quantised",
+]

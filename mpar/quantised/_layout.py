@@ -54,7 +54,7 @@ class Layout:
     def quantise(self, leaf: Tensor) -> Parts:
         """The parts of a leaf, all of which is given."""
         matrix = leaf.permute(self._order).reshape(self.matrix_shape)
-        return self._spread(ops.quantise_nf4(matrix) if self.kind == "nf4" else ops.quantise_int8(matrix))
+        return self.spread(ops.quantise_nf4(matrix) if self.kind == "nf4" else ops.quantise_int8(matrix))
 
     def dequantise(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         """The leaf in `dtype`."""
@@ -66,9 +66,9 @@ class Layout:
     def meta(self) -> Parts:
         """The parts as tensors without data."""
         if self.kind == "nf4":
-            return self._spread(ops.nf4_shapes(self.matrix_shape))
+            return self.spread(ops.nf4_shapes(self.matrix_shape))
         codes = torch.empty(self.matrix_shape, dtype=torch.int8, device="meta")
-        return self._spread(Int8(codes, torch.empty(self.matrix_shape[:-1], dtype=torch.int32, device="meta")))
+        return self.spread(Int8(codes, torch.empty(self.matrix_shape[:-1], dtype=torch.int32, device="meta")))
 
     def axes(self, leaf: Axes) -> Nf4[Axes] | Int8[Axes]:
         """The logical axes of the parts of a leaf that has these."""
@@ -90,7 +90,7 @@ class Layout:
             return Nf4(flat(parts.codes, 1), flat(parts.absmax, 1), parts.nested, parts.offset)
         return Int8(flat(parts.codes, 1), flat(parts.absmax, 0))
 
-    def _spread(self, parts: Parts) -> Parts:
+    def spread(self, parts: Parts) -> Parts:
         """The parts with the dims of the leaf."""
         rows = [*self._lead(self.shape), *(self.shape[dim] for dim in self.result)]
         inner = [self.shape[dim] for dim in self.given[:-1]] if self._keeps_columns else []

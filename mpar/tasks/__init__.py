@@ -14,19 +14,18 @@ from mpar.tasks._dpo import DPO_LOSSES, Dpo
 from mpar.tasks._gkd import generalised_jsd
 from mpar.tasks._grpo import Grpo, GrpoLoss, GrpoTokens, grpo_loss
 from mpar.tasks._kto import MISMATCHED, Kto
-from mpar.tasks._named import grpo
 from mpar.tasks._orpo import Orpo
 from mpar.tasks._ppo import PpoLoss, gae, ppo_loss, token_rewards, whitened
 from mpar.tasks._reward import Prm, Reward
-from mpar.tasks._task import COLUMN, POSITIONS, Entry, Forward, Forwards, Means, Task
+from mpar.tasks._task import BY_ANSWER, BY_TOKEN, Entry, Forward, Forwards, Means, Task
 
 __all__ = [
     "BESIDE_MODEL",
-    "COLUMN",
+    "BY_ANSWER",
+    "BY_TOKEN",
     "DPO_LOSSES",
     "MEAN",
     "MISMATCHED",
-    "POSITIONS",
     "AnswerLogps",
     "Cpo",
     "Dft",
@@ -47,7 +46,6 @@ __all__ = [
     "TaskChain",
     "gae",
     "generalised_jsd",
-    "grpo",
     "grpo_loss",
     "members_of",
     "per_answer",

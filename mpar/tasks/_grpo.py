@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mpar.errors import ConfigError
 from mpar.tasks._answers import members_of, per_answer, per_token
-from mpar.tasks._task import COLUMN, POSITIONS, Entry, Forwards, Means, Task
+from mpar.tasks._task import BY_ANSWER, BY_TOKEN, Entry, Forwards, Means, Task
 
 __all__ = ["Grpo", "GrpoLoss", "GrpoTokens", "Ratio", "Reduction", "grpo_loss"]
 
@@ -162,12 +162,13 @@ def _sum_where(chosen_BS: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grpo(Task):
-    """GRPO and its kin as a task. bar: log-probabilities of a policy that has not moved since the answers were drawn should
-    differ by less; the metric `apart` is the share of tokens that differ by more, `gap` the mean difference.
+class Grpo(Task, GrpoLoss):
+    """GRPO and its kin as a task, with the options of `GrpoLoss`.
+
+    bar: log-probabilities of a policy that has not moved since the answers were drawn should differ by less; the metric `apart`
+        is the share of tokens that differ by more, `gap` the mean difference.
     """
 
-    options: GrpoLoss
     bar: float = 0.01
 
     @property
@@ -176,19 +177,19 @@ class Grpo(Task):
         than its group. old_logps (B, S): of each label when it was drawn; rollout_logps (B, S): by a sampler that is not the
         trainer.
         """
-        columns = {"signs": Entry(COLUMN, torch.int64), "advantages": Entry(COLUMN)}
-        positions = {"answers": Entry(POSITIONS, torch.int64), "old_logps": Entry(POSITIONS)}
-        others = {} if self.options.correction is None else {"rollout_logps": Entry(POSITIONS)}
+        columns = {"signs": Entry(BY_ANSWER, torch.int64), "advantages": Entry(BY_ANSWER)}
+        positions = {"answers": Entry(BY_TOKEN, torch.int64), "old_logps": Entry(BY_TOKEN)}
+        others = {} if self.correction is None else {"rollout_logps": Entry(BY_TOKEN)}
         return {**columns, **positions, **others}
 
     @property
     def compares(self) -> bool:
         """With `beta`, it stays near a reference model."""
-        return self.options.beta > 0
+        return self.beta > 0
 
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The number of tokens of answers, or that of answers."""
-        return (batch["answers"] >= 0).sum() if self.options.per_token else (batch["signs"] >= 0).sum()
+        return (batch["answers"] >= 0).sum() if self.per_token else (batch["signs"] >= 0).sum()
 
     def loss(self, forwards: Forwards) -> tuple[Tensor, Means]:
         """See `grpo_loss`."""
@@ -196,7 +197,7 @@ class Grpo(Task):
         floats = {key: batch[key].to(logps_BS.dtype) for key in ("advantages", "old_logps", "rollout_logps") if key in batch}
         reference_BS = None if forwards.reference is None else forwards.reference.logps()
         of = GrpoTokens(batch["answers"], floats["advantages"], floats["old_logps"], reference_BS, floats.get("rollout_logps"))
-        loss, sums = grpo_loss(self.options, logps_BS, of)
+        loss, sums = grpo_loss(self, logps_BS, of)
         counted_BS = batch["answers"] >= 0
         gap_BS = torch.where(counted_BS, logps_BS.detach() - of.old_logps_BS, 0.0).abs()
         sums |= {"gap": gap_BS.sum(), "apart": _sum_where(gap_BS > self.bar)}

@@ -16,6 +16,13 @@ __all__ = ["value_problems"]
 _WORD_BYTES = 8
 _NUM_BATCH_ENTRIES = 4  # tokens, labels, positions, documents
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
+_KINDS = {
+    "next_token": ("sft", "pt"),
+    "dft": ("sft", "pt"),
+    "kto": ("kto",),
+    "prm": ("prm",),
+    "grpo": ("prompt",),
+}  # the rows that a task learns from, if not pairs
 _DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -69,13 +76,13 @@ def _of_learning_rate(config: TrainConfig) -> list[str]:
 
 def _of_task(config: TrainConfig) -> Iterator[str]:
     task = config.task
-    kinds = {"next_token": ("sft", "pt"), "dft": ("sft", "pt"), "kto": ("kto",), "prm": ("prm",)}.get(task.learn, ("preference",))
+    kinds = _KINDS.get(task.learn, ("preference",))
     if task.plugin is None and task.kind not in kinds:
         yield (
             f"task.kind={task.kind} with task.learn={task.learn}, which learns from {' or '.join(kinds)}: choose both by "
-            "task=sft, pt, dft, dpo, orpo, simpo, cpo, reward or kto"
+            "task=sft, pt, dft, dpo, orpo, simpo, cpo, reward, kto or grpo"
         )
-    needed = 2 if task.learn not in ("next_token", "dft", "prm") else 1
+    needed = 2 if task.learn not in ("next_token", "dft", "prm", "grpo") else 1
     if task.answers < needed or task.answers % needed:
         yield f"task.answers={task.answers}: answers come in twos with task.learn={task.learn}, so it must be an even number"
     if task.reference == "columns" and config.data.stream:

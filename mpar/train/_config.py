@@ -142,17 +142,18 @@ class TaskConfig(RolloutKeys):
 
     kind: Literal["sft", "pt", "preference", "kto", "prompt"] = key(
         "rows of the data: sft: conversations, with labels on answers; pt: plain text, with labels on every token; preference: "
-        "pairs of a chosen and a rejected answer; kto: answers with a label; prompt: questions that the model answers as it is "
-        "trained"
+        "pairs of a chosen and a rejected answer; kto: answers with a label; prompt: questions, which the model "
+        "answers as it is trained"
     )
-    learn: Literal["next_token", "dpo", "kto", "orpo", "cpo", "reward", "prm", "dft"] = key(
+    learn: Literal["next_token", "dpo", "kto", "orpo", "cpo", "reward", "prm", "dft", "grpo"] = key(
         "what is learned from them; the keys from `loss` to `centre` are its options, null: its default",
         default="next_token",
     )
     answers: int = key("the most answers that a sequence may hold; the two of a pair are both counted", default=32, at_least=1)
     loss: str | dict[str, float] | None = key(
         "dpo: sigmoid, robust, hinge, ipo, sigmoid_norm, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, discopop, "
-        "sft, or a sum {sigmoid: 1, sft: 0.2}; kto: kto, apo_zero_unpaired; cpo: sigmoid, hinge, ipo, simpo",
+        "sft, or a sum {sigmoid: 1, sft: 0.2}; kto: kto, apo_zero_unpaired; cpo: sigmoid, hinge, ipo, simpo; "
+        "grpo: dapo, grpo, bnpo, dr_grpo, cispo",
         default=None,
     )
     beta: float | Literal["data"] | None = key(

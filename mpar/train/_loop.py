@@ -16,7 +16,7 @@ from mpar.data import Batches
 from mpar.errors import RewardError
 from mpar.models import Trainable
 from mpar.program import NO_LIMITS, Program, RankRun, Replay, State
-from mpar.tasks import TaskChain, task_means
+from mpar.tasks import task_means
 from mpar.train._evaluation import EvalLosses, Evaluation
 from mpar.train._experts import expert_load, side_losses
 from mpar.train._first_tensor import first_not_finite
@@ -76,8 +76,7 @@ def first_state(setup: RunSetup, program: Program, rank: int, device: torch.devi
     that the configuration names; the optimizer's state is zero."""
     config = setup.config
     model = setup.chain if isinstance(setup.chain, Trainable) else setup.model
-    copies = isinstance(model, TaskChain) and model.copied is not None  # a copy begins as the model does, not as it was saved
-    if init is not None and is_checkpoint(init) and not copies and (model.plain is model or has_params(model, init)):
+    if init is not None and is_checkpoint(init) and list(model.parts) == [""] and has_params(model, init):
         return load_state(program, init, rank, device, params_only=True)[0]
     path = str(init) if init is not None else None if config.model.random_init else config.model.path
     return fresh_state(program, model, rank, seed=config.seed, source=path, device=device)
@@ -191,7 +190,6 @@ class _Yardstick:
             expert_load=expert_load(metrics),
             skipped=progress.health.skipped,
             data_use=progress.data_numbers(),
-            task_means=task_means(metrics),
         )
 
 

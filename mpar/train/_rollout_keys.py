@@ -10,7 +10,22 @@ __all__ = ["RolloutKeys"]
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutKeys:
-    """How a task with kind=prompt draws answers to its prompts, and what they are worth."""
+    """What is learned from answers to prompts, how they are drawn, and what they are worth."""
+
+    ratio: Literal["token", "sequence", "sequence_token", "sequence_sum"] | None = key(
+        "grpo: of what probabilities are compared with those when an answer was drawn: each token, the answer by the mean "
+        "(GSPO) or the sum of its tokens (RLOO), or the former with the gradient of tokens",
+        default=None,
+    )
+    epsilon: float | None = key("grpo: a ratio of probabilities counts from 1 - epsilon on", default=None, at_least=0)
+    epsilon_high: float | None = key("grpo: and up to 1 + epsilon_high; of loss=cispo up to it", default=None, at_least=0)
+    delta: float | None = key("grpo: the side that is not clipped counts up to this ratio", default=None, above=1)
+    weigh_kl: bool | None = key("grpo: multiply the divergence from the reference model by the ratio", default=None)
+    bar: float | None = key(
+        "grpo: the largest difference between log-probabilities of sampler and trainer, else training stops",
+        default=None,
+        above=0,
+    )
 
     group_size: int = key("kind=prompt: answers to each prompt, which are compared with each other", default=8, at_least=2)
     rewards: tuple[str, ...] = key(

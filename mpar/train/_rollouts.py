@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,7 +13,9 @@ from mpar.data import Tokenizer
 from mpar.errors import ConfigError
 from mpar.infer import Runner, Sizes, end_ids
 from mpar.models import Model
-from mpar.rollouts import Drawing, EngineSampler, Exchange, Prompts, RolloutBatches, Sampler, make_rewards
+from mpar.program import Program
+from mpar.rollouts import Ask, Drawing, Drawn, EngineSampler, Exchange, Prompts, RolloutBatches, Sampler, make_rewards
+from mpar.train._gather import gathered_params
 from mpar.train._run_data import RunData
 from mpar.train._setup import RunSetup, reward_specs
 
@@ -23,9 +26,10 @@ ROLLOUTS_FOLDER = "rollouts"
 _PAGE_SIZE = 16
 
 
-def draw_rollouts(setup: RunSetup, data: RunData, rank: int, size: int, exchange: Exchange, device: torch.device) -> None:
+def draw_rollouts(setup: RunSetup, program: Program, data: RunData, rank: int, exchange: Exchange, device: torch.device) -> None:
     """Let the batches to train on draw answers, if they are made of answers. Loads the compiler, for the sampler's programs.
 
+    Every rank draws some of the groups by itself. Where ranks share parameters, all parameters are gathered on each of them.
     Raises ConfigError for a model that cannot answer, and for rewards that cannot be called.
     """
     batches, config = data.training, setup.config
@@ -33,18 +37,41 @@ def draw_rollouts(setup: RunSetup, data: RunData, rank: int, size: int, exchange
         return
     prompts = Prompts(batches.prompts.documents, seed=config.seed, shuffle=config.data.shuffle)
     tokenizer = data.tokenizer
+    paths = tuple(tree.paths(setup.model.abstract_params))
     drawing = Drawing(
         batches.plan,
         prompts,
-        _sampler(setup, batches, tokenizer, device),
+        _OfPolicy(_sampler(setup, batches, tokenizer, device), paths, program, rank),
         make_rewards(reward_specs(config.task)),
         lambda ids: _text(tokenizer, ids),
         config.seed,
         exchange,
         rank,
-        size,
+        program.mesh.size,
     )
     batches.draw_with(drawing, Path(str(config.run_dir)) / ROLLOUTS_FOLDER)
+
+
+@dataclass(frozen=True)
+class _OfPolicy:
+    """A sampler that is given the parameters of the policy alone, of those that are trained, and on several ranks all of them.
+
+    paths: of the parameters of the policy.
+    """
+
+    sampler: Sampler
+    paths: tuple[str, ...]
+    program: Program
+    rank: int
+
+    def load(self, params: Mapping[str, Tensor]) -> None:
+        """See `Sampler`."""
+        own = {path: params[path] for path in self.paths if path in params}  # a stage of a pipeline has some of them
+        self.sampler.load(own if self.program.mesh.size == 1 else gathered_params(self.program, self.rank, own, self.paths))
+
+    def draw(self, asks: Sequence[Ask]) -> list[Drawn]:
+        """See `Sampler`."""
+        return self.sampler.draw(asks)
 
 
 def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:

@@ -138,28 +138,42 @@ class Progress:
 def fresh_state(program: Program, model: Trainable, rank: int, *, seed: int, source: str | None, device: torch.device) -> State:
     """This rank's shards before the first step; the optimizer's state is zero. Parameters are drawn from `seed`; those of the
     model that others are made of, without adapters, are read from `source` if it is given, a Hugging Face folder or a checkpoint.
+    A checkpoint may also have those of adapters and of the task. A reference model begins as the model does.
     """
     leaves: dict[str, Tensor] = {}
-    with _source(model, seed, source) as read:
+    saved = Path(source) if source is not None and is_checkpoint(Path(source)) else None
+    present = set() if saved is None else set(checkpoint.names(saved))
+    paths = {prefix: set(tree.paths(part.abstract_params)) for prefix, part in model.parts.items()}
+    complete = {prefix: {PARAMS + path for path in of_part} <= present for prefix, of_part in paths.items()}
+    with _source(model, seed, source, check=not all(complete.values())) as read:
         for leaf in program.part(rank).state_in:
             kind, _, path = leaf.path.partition(".")
             if kind != "params":
                 leaves[leaf.path] = _zeros(leaf, program.mesh, device)
                 continue
-            part = model.first_leaf(seed, path, shard_slices(leaf.shape, leaf.spec, program.mesh, rank), read)
+            cut = shard_slices(leaf.shape, leaf.spec, program.mesh, rank)
+            prefix = next((beginning for beginning in paths if beginning and path.startswith(beginning)), "")
+            inner = path.removeprefix(prefix)
+            if PARAMS + inner in present and (complete[prefix] or inner not in paths[prefix]):
+                part = read(inner, cut)
+            elif inner in paths[prefix]:
+                part = model.parts[prefix].first_leaf(seed, inner, cut, read)
+            else:
+                part = model.init_leaf(seed, path, cut)
             leaves[leaf.path] = part.to(device=device, dtype=leaf.dtype).contiguous()
     return State(leaves)
 
 
 @contextmanager
-def _source(model: Trainable, seed: int, source: str | None) -> Iterator[Read]:
-    """What gives the leaves of the model without adapters."""
+def _source(model: Trainable, seed: int, source: str | None, *, check: bool) -> Iterator[Read]:
+    """What gives the leaves of the model without adapters. check: whether a checkpoint must have these and no others."""
     plain = model.plain
     if source is None:
         yield lambda path, slices: plain.init_leaf(seed, path, slices)
     elif is_checkpoint(Path(source)):
         with checkpoint.Reader(source) as saved:
-            _check_params(plain, saved)
+            if check:
+                _check_params(plain, saved)
             yield lambda path, slices: _part(saved.read(PARAMS + path), slices)
     else:
         with HfReader(_exportable(plain, source), source) as folder:
@@ -190,11 +204,15 @@ def load_state(
     """This rank's shards and the progress of the run, from the checkpoint at `path`, which any mesh may have saved.
 
     params_only: the optimizer's state is zero, whatever the checkpoint has of it. Parameters are then cast to the dtypes in which
-        the program stores them, as those that it does not train may be saved in a narrower one.
+        the program stores them; frozen ones, which are stored in the dtype in which they compute, are always cast.
     """
     leaves_in = [leaf for leaf in program.part(rank).state_in if not params_only or leaf.path.startswith(PARAMS)]
-    saved = _saved_dtypes(path) if params_only else {}
-    read_as = {leaf.path: _readable_as(leaf.dtype, saved.get(leaf.path, leaf.dtype)) for leaf in leaves_in}
+    frozen = {PARAMS + name for name in program.facts.frozen}
+    saved = _saved_dtypes(path) if params_only or frozen else {}
+    read_as = {leaf.path: leaf.dtype for leaf in leaves_in}
+    for leaf in leaves_in:
+        if leaf.path in saved and (params_only or leaf.path in frozen):
+            read_as[leaf.path] = _readable_as(leaf.dtype, saved[leaf.path])
     wanted = {leaf.path: (leaf.shape, leaf.spec, read_as[leaf.path]) for leaf in leaves_in}
     others = {name for name in checkpoint.names(path) if not name.startswith(PARAMS)}
     if not others and any(not name.startswith(PARAMS) for name in wanted):
@@ -242,7 +260,8 @@ def load_params(model: Trainable, path: Path) -> DecoderParams[Tensor]:
 def read_params(model: Trainable, path: Path) -> Iterator[tuple[str, Tensor]]:
     """The global parameters in a checkpoint with their paths, one after the other, in the dtypes of the model.
 
-    Raises CheckpointError, before the first, unless they are exactly those of the model, and if one that is read is damaged.
+    Those of a task are left out. Raises CheckpointError, before the first, unless they are exactly those of the model, and if one
+    that is read is damaged.
     """
     with open_params(model, path) as read:
         for name in tree.paths(model.abstract_params):
@@ -261,9 +280,12 @@ def open_params(model: Trainable, path: Path) -> Iterator[Callable[[str], Tensor
 def _check_params(model: Trainable, reader: checkpoint.Reader) -> None:
     leaves = tree.leaves_with_path(model.abstract_params)
     expected = {PARAMS + name: (tuple(leaf.shape), leaf.dtype) for name, leaf in leaves}
-    beside = tuple(PARAMS + root for root in BESIDE_MODEL)
-    tensors = {name: x for name, x in reader.tensors.items() if name.startswith(PARAMS) and not name.startswith(beside)}
-    found = {name: (x.shape, x.dtype) for name, x in tensors.items()}
+    beside = tuple(PARAMS + beginning for beginning in BESIDE_MODEL)
+    found = {
+        name: (x.shape, x.dtype)
+        for name, x in reader.tensors.items()
+        if name.startswith(PARAMS) and not name.startswith(beside)
+    }
     problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
     problems += [f"unexpected: {name}" for name in sorted(found.keys() - expected.keys())]
     problems += [

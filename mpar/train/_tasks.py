@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from mpar.data import Answers
 from mpar.errors import ConfigError
-from mpar.tasks import Cpo, Dft, Dpo, Kto, Orpo, Prm, Reward, Task
+from mpar.tasks import Cpo, Dft, Dpo, Grpo, Kto, Orpo, Prm, Reward, Task
 from mpar.train._config import TaskConfig
 
 __all__ = ["OPTIONS", "answers_of", "make_task"]
@@ -14,6 +14,7 @@ __all__ = ["OPTIONS", "answers_of", "make_task"]
 OPTIONS = (
     *("loss", "beta", "reference", "label_smoothing", "rpo_alpha", "ld_alpha", "divergence", "divergence_alpha", "gamma"),
     *("cpo_alpha", "prompt", "desirable_weight", "undesirable_weight", "margin", "centre"),
+    *("ratio", "epsilon", "epsilon_high", "delta", "weigh_kl", "bar"),
 )
 """The keys of the group `task` that are options of what is learned. One that is null has the value that the task gives it."""
 _KINDS: Mapping[str, Callable[..., Task]] = {
@@ -24,6 +25,7 @@ _KINDS: Mapping[str, Callable[..., Task]] = {
     "reward": Reward,
     "prm": Prm,
     "dft": Dft,
+    "grpo": Grpo,
 }
 
 
@@ -46,7 +48,7 @@ def make_task(config: TaskConfig) -> Task | None:
             f"cannot use {', '.join(f'task.{name}={given[name]}' for name in wrong)}: task.learn={config.learn} has the options "
             f"{', '.join(known) or 'none'}."
         )
-    return kind(**_arguments(kind, given))
+    return kind(**_arguments(config, kind, given))
 
 
 def _key_of(field: str) -> str:
@@ -58,7 +60,7 @@ def _given(config: TaskConfig) -> dict[str, object]:
     return {name: getattr(config, name) for name in OPTIONS if getattr(config, name) is not None}
 
 
-def _arguments(kind: type, given: Mapping[str, object]) -> dict[str, object]:
+def _arguments(config: TaskConfig, kind: type, given: Mapping[str, object]) -> dict[str, object]:
     """The options in the words of the task."""
     names = {_key_of(item.name): item.name for item in fields(kind)}
     arguments = {names[name]: value for name, value in given.items()}
@@ -66,9 +68,11 @@ def _arguments(kind: type, given: Mapping[str, object]) -> dict[str, object]:
         losses = arguments["losses"]
         arguments["losses"] = tuple(losses.items()) if isinstance(losses, dict) else ((losses, 1.0),)
     elif "loss_type" in arguments:
-        known = kind.__annotations__["loss_type"].__args__
+        known = get_args(get_type_hints(kind)["loss_type"])
         if arguments["loss_type"] not in known:
             raise ConfigError(f"cannot use task.loss={arguments['loss_type']}: there are {', '.join(known)}.")
+    if kind is Grpo:
+        arguments["max_tokens"] = config.max_new_tokens
     if arguments.get("reference") in ("frozen", "adapter"):
         arguments["reference"] = "model"
     return arguments
@@ -77,7 +81,7 @@ def _arguments(kind: type, given: Mapping[str, object]) -> dict[str, object]:
 def answers_of(config: TaskConfig) -> Answers | None:
     """What batches say of answers; None if the task reads documents alone."""
     task = make_task(config) if config.plugin is None else None
-    if task is None or not task.entries:
+    if task is None or not task.entries or config.kind == "prompt":
         return None
     return Answers(
         config.answers,

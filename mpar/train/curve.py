@@ -127,9 +127,14 @@ def draw_experts(records: Sequence[Mapping[str, float]], path: Path, title: str)
 
 
 def draw_scores(results: Mapping[str, Mapping], path: Path) -> Path:
-    """Write a picture of the results of models: their losses by set, and the shares of right answers by task and measure."""
+    """Write a picture of the results of models: their losses by set, and the shares of right answers by task and measure.
+    Measures of tasks that are no shares, such as perplexities, are not in it.
+    """
     losses = {(name, "loss") for found in results.values() for name in found["sets"]}
-    scores = {(name, measure) for found in results.values() for name, measures in found["tasks"].items() for measure in measures}
+    measured = [
+        (name, *item) for found in results.values() for name, measures in found["tasks"].items() for item in measures.items()
+    ]
+    scores = {(name, measure) for name, measure, values in measured if 0 <= values["value"] <= 1}
     panels = [(sorted(labels), title) for labels, title in ((losses, "loss (nats per token)"), (scores, "right")) if labels]
     figure = Figure(figsize=(7, 1 + 0.5 * sum(len(labels) for labels, _ in panels) * max(1, len(results))), layout="constrained")
     FigureCanvasAgg(figure)
@@ -155,4 +160,4 @@ def _entry(found: Mapping, name: str, measure: str) -> tuple[float, float]:
     if measure == "loss":
         return found["sets"].get(name, {}).get("loss", float("nan")), 0.0
     values = found["tasks"].get(name, {}).get(measure, {})
-    return values.get("value", float("nan")), values.get("error", 0.0)
+    return values.get("value", float("nan")), values.get("error") or 0.0

@@ -3,8 +3,11 @@
 import json
 
 import pytest
+import torch
 
 from mpar.cli.main import main
+from mpar.testing import assert_close
+from tests.cli.conftest import run_mpar
 from tests.cli.test_generate import folder
 
 __all__ = ["folder"]
@@ -28,6 +31,27 @@ def test_sets_and_tasks(capsys, folder, tmp_path):
     assert main(["eval", f"compare=[{tmp_path}/a.json,{tmp_path}/b.json]"]) == 0
     table = capsys.readouterr().out
     assert "a.json" in table and "b.json" in table
+
+
+@pytest.mark.full("processes that load torch")
+@pytest.mark.parametrize("mesh", ["tp2", "fsdp2"])
+def test_several_ranks_find_what_one_finds(folder, tmp_path, mesh):
+    """The loss of a set of five documents, the scores of a task, and the answers to prompts."""
+    (tmp_path / "held.jsonl").write_text("\n".join(json.dumps({"text": f"text {'x' * n}"}) for n in range(5)))
+    rows = [{"prompt": "The sky is", "choices": [" blue", " red"], "answer": 0}, {"prompt": "x", "answer": "y", "max_tokens": 2}]
+    (tmp_path / "task.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    keys = [f"path={folder}", "kind=pt", "sets=[held.jsonl]", "tasks=[task.jsonl]"]
+    found = {}
+    for ranks in ("one", mesh):
+        done = run_mpar(["eval", *keys, f"mesh={ranks}", f"out={ranks}.json"], tmp_path)
+        assert done.returncode == 0, done.stderr
+        said = run_mpar(["generate", f"path={folder}", f"mesh={ranks}", "prompts=task.jsonl", "max_new_tokens=9"], tmp_path)
+        found[ranks] = json.loads((tmp_path / f"{ranks}.json").read_text()), said.stdout
+    (one, one_said), (several, several_said) = found.values()
+    assert several["tasks"] == one["tasks"] and several_said == one_said != ""
+    losses = [torch.tensor(results["sets"]["held.jsonl"]["loss"]) for results in (several, one)]
+    assert_close(*losses, name="loss")
+    assert several["sets"]["held.jsonl"]["tokens"] == one["sets"]["held.jsonl"]["tokens"]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,15 @@
 """`mpar serve` as a process: it says where it listens, lets answers come to their end when it is stopped, refuses bad keys."""
 
+import os
+import pathlib
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -16,22 +21,73 @@ from tests.cli.test_generate import folder
 __all__ = ["folder"]
 
 
-@pytest.mark.full("a process that loads torch")
-def test_a_signal_lets_answers_come_to_their_end(folder):
-    """SIGTERM in the middle of a stream: the stream ends as it would have, then the process, and no traceback is printed."""
-    command = [sys.executable, "-m", "mpar", "serve", f"path={folder}", "port=0"]
+@contextmanager
+def serving(folder, *keys: str) -> Iterator[tuple[subprocess.Popen, str]]:
+    """The process of a server, which is killed in the end, and its address."""
+    command = [sys.executable, "-m", "mpar", "serve", f"path={folder}", "port=0", *keys]
     with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment(), text=True) as process:
-        address = re.search(r"http://127.0.0.1:\d+", process.stderr.readline())[0]
+        try:
+            yield process, re.search(r"http://127.0.0.1:\d+", process.stderr.readline())[0]
+        finally:
+            process.kill()
+
+
+def children(process: subprocess.Popen) -> list[int]:
+    """The processes that a process has started and that are ranks."""
+    found = pathlib.Path(f"/proc/{process.pid}/task").glob("*/children")
+    numbers = [int(word) for file in found for word in file.read_text().split()]
+    return [n for n in numbers if "_follower" in pathlib.Path(f"/proc/{n}/cmdline").read_text()]
+
+
+def is_there(number: int) -> bool:
+    """Whether there is a process of this number that has not ended."""
+    try:
+        return pathlib.Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.full("processes that load torch")
+@pytest.mark.parametrize(("mesh", "number"), [("one", signal.SIGTERM), ("tp2", signal.SIGINT)])
+def test_a_signal_lets_answers_come_to_their_end(folder, mesh, number):
+    """A signal in the middle of a stream: it ends as it would have, then all processes, and no traceback is printed."""
+    with serving(folder, f"mesh={mesh}") as (process, address):
+        ranks = children(process)
+        assert len(ranks) == (1 if mesh == "tp2" else 0)
         body = {"prompt": "abc", "max_tokens": 60, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(number)
             remaining = [line for line in lines if line]
         assert remaining[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in remaining[-2]
-        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+        assert process.wait(timeout=30) == 128 + number
+        assert not any(map(is_there, ranks))
         assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.full("processes that load torch")
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_rank_that_dies_ends_all_requests(folder, busy):
+    """Within ten seconds a stream ends with an error, and the server with exit code 1, which names the rank; also when idle."""
+    with serving(folder, "mesh=tp2") as (process, address):
+        (rank,) = children(process)
+        body = {"prompt": "abc", "max_tokens": 120, "stream": True, "ignore_eos": True}
+        if busy:
+            with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as response:
+                lines = response.iter_lines()
+                next(lines)
+                os.kill(rank, signal.SIGKILL)
+                began = time.monotonic()
+                remaining = [line for line in lines if line]
+            assert '"error"' in remaining[-2] and "the engine has stopped" in remaining[-2]
+        else:
+            os.kill(rank, signal.SIGKILL)
+            began = time.monotonic()
+        assert process.wait(timeout=30) == 1
+        assert time.monotonic() - began < 10
+        assert "rank 1 was killed by SIGKILL" in process.stderr.read()
 
 
 def test_a_port_in_use_is_refused(capsys, folder):

@@ -49,8 +49,8 @@ GPT_OSS = {**BASE, "model_type": "gpt_oss", "num_local_experts": 8, "num_experts
 
 
 class Problem:
-    """A model, parameters and a batch, and loss, gradients and their norm on one rank. `router`: options of its routers. `adapt` makes
-    the model that is trained of the one of the config."""
+    """A model, parameters and a batch, and loss, gradients and their norm on one rank. `router`: options of its routers.
+    `adapt` makes the model that is trained of the one of the config."""
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -103,9 +104,8 @@ def test_nothing_is_reduced_or_kept_for_what_is_frozen(strategy):
     trained = {path for path in sizes if path not in found.model.frozen}
     assert sum(sent(part, "reduce").values()) == 8 * sum(sizes[path] for path in trained)
     assert sum(sent(whole, "reduce").values()) == 8 * sum(sizes.values())
-    assert {leaf.path for leaf in part.state_in if leaf.path.startswith("opt.")} == {
-        f"opt.{m}.{p}" for p in trained for m in "mv"
-    }
+    slots = {leaf.path for leaf in part.state_in if leaf.path.startswith("opt.")}
+    assert slots == {f"opt.{slot}.{path}" for path in trained for slot in "mv"}
     shards = [leaf.spec for leaf in part.state_in if leaf.path == "params.layers.0.mlp.up_DF"]
     assert shards == [leaf.spec for leaf in whole.state_in if leaf.path == "params.layers.0.mlp.up_DF"]
     if strategy == "zero3":  # for the forward, and but for the last ones once more for the backward, if there is one
@@ -141,6 +141,27 @@ def test_leaves_of_x_that_depend_on_nothing_trained_have_no_gradient():
     loss = two_streams_loss(leaf, params, batch) / batch["labels"].numel()
     (expected,) = torch.autograd.grad(loss, leaf)
     testing.assert_close(state.leaves["opt.g.policy"], expected, name="gradient")
+
+
+def test_what_is_detached_has_no_gradient():
+    """A result that depends on a trained parameter, but through which no gradient flows, is no source of gradients further on."""
+
+    class Detached(TwoStreams):
+        segments = (
+            replace(TwoStreams.segments[0], fn=_embed_detached),
+            *TwoStreams.segments[1:],
+        )
+        frozen = frozenset({"gain", "reference_gain"})
+
+    program = compile_step(Detached(), Recorder(), Mesh(pp=2), "ddp", (4, 8), num_microbatches=2)
+    back = [message.bytes for message in program.messages() if message.kind == "B"]
+    forth = [message.bytes for message in program.messages() if message.kind == "F"]
+    assert sum(back) * 2 == sum(forth) > 0
+
+
+def _embed_detached(params, x, context, *, training):
+    policy, reference = _embed(params, x, context, training=training)[0]
+    return (policy, reference.detach()), {}
 
 
 def _embed(params, x, context, *, training):
@@ -225,6 +246,14 @@ def test_peak_is_exact(mask):
     whole, part = (compiled(of_model(found, m), Mesh(pp=2, fsdp=2), "zero3", "zbv") for m in (found.model.base, found.model))
     assert measured_peaks(part, found.state(), found.batch) == predicted_peaks(part)
     assert max(part.peaks()) < max(whole.peaks())
+
+
+def test_only_what_a_backward_reads_goes_to_the_host():
+    """Segments without a backward offload nothing, and of those that have one only what it reads."""
+    found = problem("llama", "second half")
+    program = compiled(found, Mesh(), "ddp", recompute=RecomputePolicy("full", offload=True))
+    offloaded = {instruction.segment for instruction in program.instructions if instruction.op == "offload"}
+    assert offloaded == {"layers.2", "layers.3"}
 
 
 def of_model(found: Problem, model: models.Trainable) -> Problem:

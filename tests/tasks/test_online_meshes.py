@@ -7,7 +7,7 @@ from torch import Tensor
 from mpar import Mesh
 from mpar.program.compile import compile_step
 from mpar.strategy import preset
-from mpar.tasks import Grpo, GrpoLoss, Task
+from mpar.tasks import Grpo, Task
 from tests.program.oracle import MOE
 from tests.tasks.problem import QWEN3, Problem, Recorder, answers_batch
 
@@ -50,6 +50,12 @@ def check(task: Task, place: str, *, reference: bool = False) -> Problem:
 @pytest.mark.parametrize("place", PLACES)
 def test_grpo_is_exact(place):
     """With ratios of answers, and means over answers."""
-    task = Grpo(options=GrpoLoss(loss_type="grpo", ratio="sequence"))
+    task = Grpo(loss_type="grpo", ratio="sequence")
     problem = check(task, place)
     assert problem.losses["loss"] != 0
+
+
+def test_grpo_beside_a_reference_model_is_exact():
+    """The divergence from a frozen copy in the same program, weighed by the ratio of each token."""
+    problem = check(Grpo(beta=0.1, weigh_kl=True, epsilon_high=0.3), "tp and fsdp", reference=True)
+    assert float(problem.metrics["head.kl.mean"][0]) > 0

@@ -18,6 +18,7 @@ from mpar.train._data_items import data_items, unlike_data
 from mpar.train._origin import find_origin, steps_done
 from mpar.train._run_data import load_data
 from mpar.train._setup import model_of
+from mpar.train._state import read_params
 from mpar.train.compile import compile_program
 from tests.train.conftest import SMALL
 
@@ -133,6 +134,31 @@ def test_another_function_is_refused(run, override, line):
 def test_what_computes_the_same_function_is_accepted(run, override):
     """Tiles, precision and the spread of fresh weights do not change the function of the parameters."""
     assert origin(run, override).resume is not None
+
+
+def test_other_frozen_parameters_are_refused(run):
+    """The change is named; a run that takes weights only may freeze others if it is told so."""
+    with pytest.raises(CheckpointError, match=r'(?s)other parameters would be frozen.*freeze.names: \[\] -> \["embed"\]'):
+        origin(run, "freeze.names=[embed]")
+    assert origin(run, "freeze.names=[embed]", "resume=weights", "resume.allow_change=true").resume is not None
+
+
+def test_frozen_parameters_are_cast_to_what_the_program_stores(run, tmp_path):
+    """A run in bf16 stores what is frozen in bf16: it starts from a checkpoint in float32, whose other parameters stay float32;
+    and the model reads what it saved in its own dtype."""
+    config, plain = composed(f"run_dir={tmp_path}", "precision=bf16", "freeze.names=[embed]")
+    setup = make_setup(config)
+    program = compile_program(setup)
+    state, _ = load_state(program, run / "checkpoints" / "step_00000004", 0, CPU, params_only=True)
+    dtypes = {path: leaf.dtype for path, leaf in state.leaves.items()}
+    frozen = {path for path, dtype in dtypes.items() if dtype is torch.bfloat16}
+    assert frozen == {"params.embed.table_VD"}
+    specs = {leaf.path: leaf.spec for leaf in program.state_in}
+    shapes = {leaf.path: leaf.shape for leaf in program.state_in}
+    path = checkpoint.save(tmp_path, 4, state.leaves, specs, Mesh(), 0, shapes, {"config": plain})
+    again = dict(read_params(setup.model, path))
+    assert again["embed.table_VD"].dtype is torch.float32
+    assert torch.equal(again["embed.table_VD"], state.leaves["params.embed.table_VD"].float())
 
 
 def test_a_model_folder_that_changed_is_noticed(run, tmp_path):

@@ -81,23 +81,20 @@ def _update_code(
         params: list, grads: list, slots: dict, lr: Tensor, step: Tensor, scale: Tensor, skip: Tensor, given: list
     ) -> list[Tensor]:
         values, grad_of = dict(zip(rules, given, strict=True)), dict(zip(unit.trained, grads, strict=True))
-        new_params: list[Tensor] = []
-        new_slots: dict[int, tuple[Tensor, ...]] = {}
+        results: list[list[Tensor]] = []  # for each parameter, its new value and those of its slots
         for i, p in enumerate(params):
             p = p if overwrite else p.clone()
             if i in rules:
-                new_params.append(torch.where(skip, p, rules[i][1](p, values[i])))
+                results.append([torch.where(skip, p, rules[i][1](p, values[i]))])
                 continue
             g, of_leaf = grad_of[i], [dict(zip(holders[name], slots[name], strict=True))[i] for name in leaf_rules[i].slots]
             if not overwrite:
                 g, of_leaf = g.clone(), [slot.clone() for slot in of_leaf]
             old = (p, *of_leaf)
             new = updated(optimizer, leaf_rules[i], unit.paths[i], old, g, lr, step, scale, decays=decay[i])
-            kept = [torch.where(skip, before, after) for before, after in zip(old, (new[0], *new[1]), strict=True)]
-            new_params.append(kept[0])
-            new_slots[i] = tuple(kept[1:])
-        all_slots = [new_slots[i][leaf_rules[i].slots.index(name)] for name, indices in holders.items() for i in indices]
-        return [*new_params, *all_slots]
+            results.append([torch.where(skip, before, after) for before, after in zip(old, (new[0], *new[1]), strict=True)])
+        all_slots = [results[i][1 + leaf_rules[i].slots.index(name)] for name, indices in holders.items() for i in indices]
+        return [result[0] for result in results] + all_slots
 
     leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for _, leaf in unit.leaves]
     scalars = [*[torch.empty((), dtype=torch.float64, device="meta")] * 3, torch.empty((), dtype=torch.bool, device="meta")]

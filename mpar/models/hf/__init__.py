@@ -1,7 +1,7 @@
 """Hugging Face folders: reading any slice of any leaf from safetensors, and writing folders that transformers can load."""
 
 from mpar.models.hf._export import MAX_FILE_BYTES, compare_hf, hf_tensors, to_hf, write_hf
-from mpar.models.hf._folder import DTYPES, INDEX, SINGLE, open_weights, read_json
+from mpar.models.hf._folder import DTYPES, INDEX, SINGLE, locate, open_weights, read_json
 from mpar.models.hf._load import load_params, shard_slices
 from mpar.models.hf._reader import HfReader
 from mpar.models.hf._stored import stored_leaves
@@ -17,6 +17,7 @@ __all__ = [
     "compare_hf",
     "hf_tensors",
     "load_params",
+    "locate",
     "map_leaves_to_stored",
     "open_weights",
     "read_json",

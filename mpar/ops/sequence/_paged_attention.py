@@ -121,11 +121,11 @@ class _Run(NamedTuple):
 
 
 class _Singles(NamedTuple):
-    """Tokens that are alone of their rows, which have about as many pages: their indices, rows and positions."""
+    """Tokens that are alone of their rows, which have about as many pages: their indices (N,), rows (N,) and positions."""
 
     num_pages: int
-    tokens: tuple[int, ...]
-    rows: tuple[int, ...]
+    tokens: Tensor
+    rows: Tensor
     positions: tuple[int, ...]
 
 
@@ -133,8 +133,8 @@ def _attend(q_TNH, k_PKH, v_PKH, rows_T, positions_T, pages_RL, how: _How) -> Te
     """The result of one group."""
     pools = [pool.reshape(-1, how.page_size * pool[0].numel()) for pool in (k_PKH, v_PKH)]  # a page is one row
     at_once = max(1, _GATHERED // pools[0].shape[1])
-    runs, singles = _plan(tuple(rows_T.tolist()), tuple(positions_T.tolist()), how.page_size, at_once)
-    if not runs and len(singles) == 1 and len(singles[0].tokens) == q_TNH.shape[0]:
+    runs, singles = _plan(tuple(rows_T.tolist()), tuple(positions_T.tolist()), how.page_size, at_once, q_TNH.device)
+    if not runs and len(singles) == 1 and len(singles[0].positions) == q_TNH.shape[0]:
         return _attend_each(q_TNH, pools, pages_RL, singles[0], how, k_PKH.shape[1:])
     out_TNH = q_TNH.new_zeros(q_TNH.shape)
     for start, end, row, length in runs:
@@ -144,20 +144,19 @@ def _attend(q_TNH, k_PKH, v_PKH, rows_T, positions_T, pages_RL, how: _How) -> Te
         out_BTNH, _ = attention_p.meaning(*operands, causal=True, window=how.window, scale=how.scale, soft_cap=how.soft_cap)
         out_TNH[start:end] = out_BTNH[0]
     for single in singles:
-        index = pages_RL.new_tensor(single.tokens)
-        result = _attend_each(q_TNH.index_select(0, index), pools, pages_RL, single, how, k_PKH.shape[1:])
-        out_TNH.index_copy_(0, index, result)
+        result = _attend_each(q_TNH.index_select(0, single.tokens), pools, pages_RL, single, how, k_PKH.shape[1:])
+        out_TNH.index_copy_(0, single.tokens, result)
     return out_TNH
 
 
 @functools.lru_cache(maxsize=16)
 def _plan(
-    rows: Sequence[int], positions: Sequence[int], page_size: int, at_once: int
+    rows: Sequence[int], positions: Sequence[int], page_size: int, at_once: int, device: torch.device
 ) -> tuple[tuple[_Run, ...], tuple[_Singles, ...]]:
     """How the tokens of a group are computed. All layers of a step have the same plan, so it is remembered.
 
-    A token that is alone is computed together with others. The number of pages that it sees is rounded up to a power of two,
-    which depends on its own position alone, and so do its bits. at_once: how many pages tokens may have together.
+    A token that is alone is computed together with others. The number of pages that it sees is rounded up, which depends on its
+    own position alone, and so do its bits. at_once: how many pages tokens may have together.
     """
     runs: list[_Run] = []
     by_pages: dict[int, list[int]] = {}
@@ -169,22 +168,30 @@ def _plan(
         if rows[start] >= 0 and end - start > 1:
             runs.append(_Run(start, end, rows[start], max(positions[start:end]) + 1))
         elif rows[start] >= 0:
-            by_pages.setdefault(1 << (positions[start] // page_size).bit_length(), []).append(start)
+            by_pages.setdefault(_rounded(positions[start] // page_size + 1), []).append(start)
         start = end
     singles = []
     for num_pages, tokens in sorted(by_pages.items()):
         count = max(1, at_once // num_pages)
         parts = (tuple(tokens[first : first + count]) for first in range(0, len(tokens), count))
-        singles += [_Singles(num_pages, t, tuple(rows[i] for i in t), tuple(positions[i] for i in t)) for t in parts]
+        for part in parts:
+            index, own_rows = (torch.tensor(each, device=device) for each in (part, [rows[i] for i in part]))
+            singles.append(_Singles(num_pages, index, own_rows, tuple(positions[i] for i in part)))
     return tuple(runs), tuple(singles)
+
+
+def _rounded(num_pages: int) -> int:
+    """At least this many pages, by at most a quarter more: few different numbers, so that many tokens are computed together."""
+    unit = 1 << max(0, num_pages.bit_length() - 3)
+    return -(-num_pages // unit) * unit
 
 
 def _attend_each(q_TNH, pools, pages_RL, single: _Singles, how: _How, head_shape) -> Tensor:
     """Attention of each token to keys of its own row; query heads of one kv head are treated as queries of one sequence."""
-    used = pages_RL.index_select(0, pages_RL.new_tensor(single.rows))[:, : single.num_pages].flatten()
-    keys_and_values = (pool.index_select(0, used).view(q_TNH.shape[0], -1, *head_shape) for pool in pools)
-    k_TKMH, v_TKMH = (x.transpose(1, 2) for x in keys_and_values)
-    q_TKGH = q_TNH.unflatten(1, (head_shape[0], -1))
+    (T, N, H), K = q_TNH.shape, head_shape[0]
+    used = pages_RL.index_select(0, single.rows)[:, : single.num_pages].flatten()
+    k_TKMH, v_TKMH = (pool.index_select(0, used).view(T, -1, K, H).transpose(1, 2) for pool in pools)
+    q_TKGH = q_TNH.view(T, K, N // K, H)
     if q_TNH.device.type == "cpu" and how.soft_cap is None:
         bias = _bias(single.positions, k_TKMH.shape[2], how.window, q_TNH.dtype, q_TNH.device)
         out_TKGH, lse_TKG = flash_attention_cpu(q_TKGH, k_TKMH, v_TKMH, 0.0, False, attn_mask=bias, scale=how.scale)

@@ -1,0 +1,38 @@
+"""`python -m bench.decode`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from bench._result import RESULTS, append_results
+from bench.decode._case import SHAPES, WORKLOADS
+from bench.decode._run import AnswersDiffer, measure, table
+from bench.decode._variants import VARIANTS
+
+
+def main() -> int:
+    """Run what the command line asks for. Returns 1 if answers differ."""
+    parser = argparse.ArgumentParser(prog="python -m bench.decode")
+    parser.add_argument("--config", choices=SHAPES, default="tiny")
+    parser.add_argument("--cases", nargs="+", help="one, many, prefill; all by default")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--passes", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=RESULTS / "decode.jsonl")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    workloads = {name: each for name, each in WORKLOADS[args.config].items() if not args.cases or name in args.cases}
+    try:
+        results = measure(args.config, SHAPES[args.config], workloads, args.variants, args.passes)
+    except AnswersDiffer as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 1
+    append_results(args.out, results)
+    sys.stdout.write(table(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""The variants: mpar's engine, and transformers' generate with its kinds of caches, plain and compiled by torch."""
+
+import functools
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+
+from bench.decode._case import Shape, Workload
+from mpar import models, tree
+from mpar.infer import Engine, Sampling, Sizes
+from mpar.infer.compile import ProgramRunner
+
+__all__ = ["VARIANTS", "Answer", "Variants"]
+
+Answer = Callable[[Workload], list[list[int]]]
+"""`answer(workload)` gives the tokens of the answers, greedily chosen."""
+VARIANTS = ("mpar", "hf_dynamic", "hf_static", "hf_dynamic_compiled", "hf_static_compiled")
+
+
+class Variants:
+    """All variants of one shape, from the same weights. `weight_bytes`: of the weights that a step reads whole."""
+
+    def __init__(self, shape: Shape, names: Sequence[str]) -> None:
+        self.model = models.build(str(shape.config["model_type"]), shape.config).with_dtype(shape.dtype)
+        params = self.model.init(0)
+        tied = bool(shape.config["tie_word_embeddings"])
+        embedding = 0 if tied else params.embed.table_VD.nbytes
+        self.weight_bytes = sum(leaf.nbytes for leaf in tree.leaves(params)) - embedding
+        self.answers: Mapping[str, Answer] = {
+            name: self._ours(params, shape) if name == "mpar" else _peer(self.model, params, shape, name) for name in names
+        }
+
+    def _ours(self, params: models.DecoderParams, shape: Shape) -> Answer:
+        @functools.cache
+        def runner(rows: int) -> ProgramRunner:
+            pages = 1 + rows * -(-shape.length // 16)
+            runner = ProgramRunner(self.model, params, Sizes(rows=rows, tokens=512, pages=pages, length=shape.length))
+            runner.prepare()
+            return runner
+
+        def answer(workload: Workload) -> list[list[int]]:
+            engine = Engine(runner(len(workload.answers)))
+            engine.scheduler.pool.forget()
+            prompts = workload.prompts(self.model.vocab_size)
+            requests = [
+                engine.add(prompt, Sampling(max_tokens=count, ignore_eos=True))
+                for prompt, count in zip(prompts, workload.answers, strict=True)
+            ]
+            for _ in engine.run():
+                pass
+            return [request.answer for request in requests]
+
+        return answer
+
+
+def _peer(model: models.Model, params: models.DecoderParams, shape: Shape, name: str) -> Answer:
+    with tempfile.TemporaryDirectory() as folder:
+        models.to_hf(model, params, Path(folder) / "model")
+        peer = transformers.AutoModelForCausalLM.from_pretrained(Path(folder) / "model", dtype=shape.dtype).eval()
+    peer.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
+    options: dict[str, object] = {"cache_implementation": "static"} if "static" in name else {}
+    if name.endswith("compiled"):
+        torch._dynamo.config.recompile_limit = 64  # a program that must compile again and again would be no peer
+        peer.forward = torch.compile(peer.forward, dynamic=None if "static" in name else True)
+
+    def answer(workload: Workload) -> list[list[int]]:
+        tokens = torch.tensor(workload.prompts(model.vocab_size))
+        with torch.inference_mode():
+            given = peer.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=max(workload.answers), **options)
+        new = given[:, workload.prompt :].tolist()
+        return [row[:count] for row, count in zip(new, workload.answers, strict=True)]
+
+    return answer
