@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +11,6 @@ from mpar.data._documents import Documents
 from mpar.errors import DataError, brief
 
 __all__ = ["Answers", "check_columns", "with_mismatched"]
-
-Numbers = NDArray[Any]
-"""An array of integers or of floats."""
 
 _FILLS = {"answers": -1, "indices": -1, "ends": -1, "signs": -1}
 _FROM_ROWS = ("beta", "margin")
@@ -38,16 +35,18 @@ class Answers:
     scored: bool = False
     mismatched: bool = False
 
-    def arrays(self, num_rows: int, seq_len: int) -> dict[str, Numbers]:
+    def arrays(self, num_rows: int, seq_len: int) -> dict[str, NDArray[np.generic]]:
         """The entries of rows without answers."""
-        found: dict[str, Numbers] = {}
+        found: dict[str, NDArray[np.generic]] = {}
         for key in self.keys:
             length = seq_len if key in ("answers", "indices", "ends") else self.count
             dtype = np.int64 if key in _FILLS else np.float32
             found[key] = np.full((num_rows, length), _FILLS.get(key, 0), dtype=dtype)
         return found
 
-    def write(self, documents: Documents, document: int, number: int, place: slice, arrays: Mapping[str, Numbers]) -> None:
+    def write(
+        self, documents: Documents, document: int, number: int, place: slice, arrays: Mapping[str, NDArray[np.generic]]
+    ) -> None:
         """Write what is to be said of a document, the one with this number in its row, at these positions."""
         start = int(documents.starts[document]) + 1
         shifted = slice(start, start + int(documents.lengths[document]))
@@ -65,7 +64,7 @@ class Answers:
             arrays["reference_logps"][number] = documents.reference_logps[document]
         for key in _FROM_ROWS:
             if key in arrays:
-                arrays[key][number] = columns[key]
+                arrays[key][number] = cast(float, columns[key])
         if self.prompts:
             arrays["labels"][place] = documents.tokens[shifted]
 

@@ -17,15 +17,15 @@ from mpar.tasks._kto import MISMATCHED, Kto
 from mpar.tasks._orpo import Orpo
 from mpar.tasks._ppo import PpoLoss, gae, ppo_loss, token_rewards, whitened
 from mpar.tasks._reward import Prm, Reward
-from mpar.tasks._task import COLUMN, POSITIONS, Entry, Forward, Forwards, Means, Task
+from mpar.tasks._task import BY_ANSWER, BY_TOKEN, Entry, Forward, Forwards, Means, Task
 
 __all__ = [
     "BESIDE_MODEL",
-    "COLUMN",
+    "BY_ANSWER",
+    "BY_TOKEN",
     "DPO_LOSSES",
     "MEAN",
     "MISMATCHED",
-    "POSITIONS",
     "AnswerLogps",
     "Cpo",
     "Dft",

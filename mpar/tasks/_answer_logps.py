@@ -10,7 +10,7 @@ from mpar.chain import Segment
 from mpar.models import LanguageHead
 from mpar.tasks._chain import TaskChain
 from mpar.tasks._pairs import answer_scores
-from mpar.tasks._task import COLUMN, Forward
+from mpar.tasks._task import BY_ANSWER, Forward
 
 __all__ = ["AnswerLogps"]
 
@@ -41,5 +41,5 @@ class AnswerLogps(TaskChain):
         fn = _LogpsHead(last.fn, getattr(self.task, "ld_alpha", None))  # type: ignore[arg-type]  # checked when made
         return (
             *(Segment(s.name, s.fn, s.paths, s.out_axes) for s in body),
-            Segment(last.name, fn, last.paths, {"logps": COLUMN}),
+            Segment(last.name, fn, last.paths, {"logps": BY_ANSWER}),
         )

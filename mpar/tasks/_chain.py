@@ -10,7 +10,7 @@ from torch import Tensor
 from mpar import tree
 from mpar.chain import Axes, Segment, is_axes
 from mpar.errors import ConfigError
-from mpar.models import HiddenHead, LanguageHead, Read, Trainable, WrappedModel
+from mpar.models import HiddenHead, LanguageHead, Trainable, WrappedModel
 from mpar.tasks._reference import REFERENCE, beside, joined_paths
 from mpar.tasks._task import Forward, Forwards, Task
 from mpar.tree import Tree
@@ -197,14 +197,6 @@ class TaskChain(WrappedModel):
         more_weights, more_pairs = self.reference.multiplications
         return weights + more_weights / 3, pairs + more_pairs / 3
 
-    def first_leaf(self, seed: int, path: str, slices: Sequence[slice] | None, read: Read) -> Tensor:
-        """A copy of the reference model begins as this does; parameters of the task are its own."""
-        top, _, inner = path.partition(".")
-        if top == REFERENCE and self.copied is not None:
-            return self.copied.first_leaf(seed, inner, slices, read)
-        own = top == TASK and self.task.parameters
-        return self.init_leaf(seed, path, slices) if own else self.base.first_leaf(seed, path, slices, read)
-
     @property
     def copied(self) -> Trainable | None:
         """The reference model, if it has parameters of its own."""
@@ -212,8 +204,8 @@ class TaskChain(WrappedModel):
 
     @property
     def parts(self) -> Mapping[str, Trainable]:
-        """The model, and the reference model, which begins as the model does."""
-        return {"": self.base} if self.copied is None else {"": self.base, f"{REFERENCE}.": self.copied}
+        """The model, and the copy of the reference model, which begins as the model does."""
+        return {"": self.base, **({} if self.copied is None else {f"{REFERENCE}.": self.copied})}
 
     def init_leaf(self, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
         """The reference model begins as the same model; parameters of the task are zero."""

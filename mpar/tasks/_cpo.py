@@ -25,7 +25,7 @@ from mpar.tasks._pairs import (
     smoothed,
     total,
 )
-from mpar.tasks._task import COLUMN, Entry, Forwards, Means, Task
+from mpar.tasks._task import BY_ANSWER, Entry, Forwards, Means, Task
 
 __all__ = ["Cpo"]
 
@@ -57,7 +57,7 @@ class Cpo(Task):
     @property
     def entries(self) -> Mapping[str, Entry]:
         """Answers and signs, and beta if each pair has its own."""
-        return {**ANSWER_ENTRIES, **({"beta": Entry(COLUMN)} if self.beta == "data" else {})}
+        return {**ANSWER_ENTRIES, **({"beta": Entry(BY_ANSWER)} if self.beta == "data" else {})}
 
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The number of pairs."""

@@ -28,7 +28,7 @@ from mpar.tasks._pairs import (
     smoothed,
     total,
 )
-from mpar.tasks._task import COLUMN, POSITIONS, Entry, Forwards, Means, Task
+from mpar.tasks._task import BY_ANSWER, BY_TOKEN, Entry, Forwards, Means, Task
 
 __all__ = ["DPO_LOSSES", "Dpo"]
 
@@ -173,11 +173,11 @@ class Dpo(Task):
         """Answers and signs, and what the options read."""
         entries = dict(ANSWER_ENTRIES)
         if self.beta == "data":
-            entries["beta"] = Entry(COLUMN)
+            entries["beta"] = Entry(BY_ANSWER)
         if self.ld_alpha is not None:
-            entries["indices"] = Entry(POSITIONS, torch.int64)
+            entries["indices"] = Entry(BY_TOKEN, torch.int64)
         if self.reference == "columns":
-            entries["reference_logps"] = Entry(COLUMN)
+            entries["reference_logps"] = Entry(BY_ANSWER)
         return entries
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mpar.errors import ConfigError
 from mpar.tasks._answers import members_of, per_answer, per_token
-from mpar.tasks._task import COLUMN, POSITIONS, Entry, Forwards, Means, Task
+from mpar.tasks._task import BY_ANSWER, BY_TOKEN, Entry, Forwards, Means, Task
 
 __all__ = ["Grpo", "GrpoLoss", "GrpoTokens", "Ratio", "Reduction", "grpo_loss"]
 
@@ -177,9 +177,9 @@ class Grpo(Task, GrpoLoss):
         than its group. old_logps (B, S): of each label when it was drawn; rollout_logps (B, S): by a sampler that is not the
         trainer.
         """
-        columns = {"signs": Entry(COLUMN, torch.int64), "advantages": Entry(COLUMN)}
-        positions = {"answers": Entry(POSITIONS, torch.int64), "old_logps": Entry(POSITIONS)}
-        others = {} if self.correction is None else {"rollout_logps": Entry(POSITIONS)}
+        columns = {"signs": Entry(BY_ANSWER, torch.int64), "advantages": Entry(BY_ANSWER)}
+        positions = {"answers": Entry(BY_TOKEN, torch.int64), "old_logps": Entry(BY_TOKEN)}
+        others = {} if self.correction is None else {"rollout_logps": Entry(BY_TOKEN)}
         return {**columns, **positions, **others}
 
     @property

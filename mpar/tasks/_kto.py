@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpar.errors import ConfigError
 from mpar.tasks._pairs import ANSWER_ENTRIES, answer_scores
-from mpar.tasks._task import COLUMN, Entry, Forwards, Means, Task
+from mpar.tasks._task import BY_ANSWER, Entry, Forwards, Means, Task
 
 __all__ = ["MISMATCHED", "Kto"]
 
@@ -46,7 +46,7 @@ class Kto(Task):
     @property
     def entries(self) -> Mapping[str, Entry]:
         """Answers and signs, and log-probabilities of the reference model if the batch has them."""
-        return {**ANSWER_ENTRIES, **({"reference_logps": Entry(COLUMN)} if self.reference == "columns" else {})}
+        return {**ANSWER_ENTRIES, **({"reference_logps": Entry(BY_ANSWER)} if self.reference == "columns" else {})}
 
     @property
     def compares(self) -> bool:

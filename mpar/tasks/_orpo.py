@@ -22,7 +22,7 @@ from mpar.tasks._pairs import (
     sides,
     total,
 )
-from mpar.tasks._task import COLUMN, Entry, Forwards, Means, Task
+from mpar.tasks._task import BY_ANSWER, Entry, Forwards, Means, Task
 
 __all__ = ["Orpo"]
 
@@ -46,7 +46,7 @@ class Orpo(Task):
     @property
     def entries(self) -> Mapping[str, Entry]:
         """Answers and signs, and beta if each pair has its own."""
-        return {**ANSWER_ENTRIES, **({"beta": Entry(COLUMN)} if self.beta == "data" else {})}
+        return {**ANSWER_ENTRIES, **({"beta": Entry(BY_ANSWER)} if self.beta == "data" else {})}
 
     @property
     def reads_prompts(self) -> bool:

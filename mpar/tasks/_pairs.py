@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from mpar.tasks._answers import members_of, per_answer
-from mpar.tasks._task import COLUMN, POSITIONS, Entry, Means
+from mpar.tasks._task import BY_ANSWER, BY_TOKEN, Entry, Means
 
 __all__ = [
     "ANSWER_ENTRIES",
@@ -26,7 +26,7 @@ __all__ = [
     "total",
 ]
 
-ANSWER_ENTRIES: Mapping[str, Entry] = {"answers": Entry(POSITIONS, torch.int64), "signs": Entry(COLUMN, torch.int64)}
+ANSWER_ENTRIES: Mapping[str, Entry] = {"answers": Entry(BY_TOKEN, torch.int64), "signs": Entry(BY_ANSWER, torch.int64)}
 FromData = float | Literal["data"]
 """A number, or that each row of the data has its own, in the column of that name."""
 

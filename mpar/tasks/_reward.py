@@ -13,7 +13,7 @@ from mpar.chain import Axes
 from mpar.errors import ConfigError
 from mpar.tasks._answers import members_of, per_answer
 from mpar.tasks._pairs import num_pairs, of_pairs, sides, total
-from mpar.tasks._task import COLUMN, POSITIONS, Entry, Forwards, Means, Task
+from mpar.tasks._task import BY_ANSWER, BY_TOKEN, Entry, Forwards, Means, Task
 
 __all__ = ["Prm", "Reward", "scores_of"]
 
@@ -46,8 +46,8 @@ class Reward(Task):
     @property
     def entries(self) -> Mapping[str, Entry]:
         """`ends` (B, S): the index of the answer of which a position is the last, else -1; signs, and margins."""
-        entries = {"ends": Entry(POSITIONS, torch.int64), "signs": Entry(COLUMN, torch.int64)}
-        return {**entries, "margin": Entry(COLUMN)} if self.margin == "data" else entries
+        entries = {"ends": Entry(BY_TOKEN, torch.int64), "signs": Entry(BY_ANSWER, torch.int64)}
+        return {**entries, "margin": Entry(BY_ANSWER)} if self.margin == "data" else entries
 
     @property
     def parameters(self) -> Mapping[str, Axes]:
@@ -89,7 +89,7 @@ class Prm(Task):
     @property
     def entries(self) -> Mapping[str, Entry]:
         """`step_labels` (B, S): 1 or 0 at the last token of a step that is right or wrong, else -1."""
-        return {"step_labels": Entry(POSITIONS, torch.int64)}
+        return {"step_labels": Entry(BY_TOKEN, torch.int64)}
 
     @property
     def parameters(self) -> Mapping[str, Axes]:

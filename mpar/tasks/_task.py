@@ -10,17 +10,17 @@ from torch import Tensor
 from mpar.chain import Axes
 from mpar.models import HiddenHead, LanguageHead
 
-__all__ = ["COLUMN", "POSITIONS", "Entry", "Forward", "Forwards", "Means", "Task"]
+__all__ = ["BY_ANSWER", "BY_TOKEN", "Entry", "Forward", "Forwards", "Means", "Task"]
 
-POSITIONS: Axes = ("batch", "seq")
-COLUMN: Axes = ("batch", None)
+BY_TOKEN: Axes = ("batch", "seq")
+BY_ANSWER: Axes = ("batch", None)
 Means = Mapping[str, tuple[Tensor, Tensor]]
 """Metrics by name, each as a sum and the count that it is divided by, so that the mean is right over microbatches and ranks."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of the batch: its logical axes, POSITIONS (B, S) or COLUMN (B, N), and its dtype."""
+    """An entry of the batch: its logical axes, BY_TOKEN (B, S) or BY_ANSWER (B, N), and its dtype."""
 
     axes: Axes
     dtype: torch.dtype = torch.float32

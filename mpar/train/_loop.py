@@ -187,6 +187,7 @@ class _Yardstick:
             communication_bytes=communication_bytes,
             save_s=rank.saving.stalled_s(),
             side_losses=side_losses(metrics),
+            task_means=task_means(metrics),
             expert_load=expert_load(metrics),
             skipped=progress.health.skipped,
             data_use=progress.data_numbers(),

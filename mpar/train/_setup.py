@@ -19,7 +19,7 @@ from mpar.optim import SGD, SOAP, AdamW, Lion, Muon, Optimizer, check_optimizer
 from mpar.program import Hardware
 from mpar.rollouts import RewardSpec, RolloutPlan
 from mpar.strategy import Strategy, preset
-from mpar.tasks import COLUMN, TaskChain
+from mpar.tasks import BY_ANSWER, TaskChain
 from mpar.train._adapters import adapted, adapted_part, with_rates
 from mpar.train._config import (
     FreezeConfig,
@@ -251,7 +251,7 @@ def batch_shapes(
     ints: dict[str, tuple[tuple[int, int], torch.dtype]] = dict.fromkeys(keys, (shape, torch.int64))
     if isinstance(chain, TaskChain):
         columns = (shape[0], answers_per_row(config))
-        own = {key: (columns if entry.axes == COLUMN else shape, entry.dtype) for key, entry in chain.task.entries.items()}
+        own = {key: (columns if entry.axes == BY_ANSWER else shape, entry.dtype) for key, entry in chain.task.entries.items()}
         if own:
             return {**ints, **own}
     if TokenWeights.parse(config.data.token_weights).binary:

@@ -137,9 +137,7 @@ class Progress:
         return reached if resume.state == "all" else replace(reached, optimizer_start=self.step, health=Health())
 
 
-def fresh_state(
-    program: Program, model: Trainable, rank: int, *, seed: int, source: str | None, device: torch.device
-) -> State:
+def fresh_state(program: Program, model: Trainable, rank: int, *, seed: int, source: str | None, device: torch.device) -> State:
     """This rank's shards before the first step; the optimizer's state is zero. Parameters are drawn from `seed`; those of the
     model that others are made of, without adapters, are read from `source` if it is given, a Hugging Face folder or a checkpoint.
     A checkpoint may also have those of adapters and of the task. A reference model begins as the model does.
@@ -287,9 +285,12 @@ def open_params(model: Trainable, path: Path) -> Iterator[Callable[[str], Tensor
 def _check_params(model: Trainable, reader: checkpoint.Reader) -> None:
     leaves = tree.leaves_with_path(model.abstract_params)
     expected = {PARAMS + name: (tuple(leaf.shape), leaf.dtype) for name, leaf in leaves}
-    beside = tuple(PARAMS + root for root in BESIDE_MODEL)
-    tensors = {name: x for name, x in reader.tensors.items() if name.startswith(PARAMS) and not name.startswith(beside)}
-    found = {name: (x.shape, x.dtype) for name, x in tensors.items()}
+    beside = tuple(PARAMS + beginning for beginning in BESIDE_MODEL)
+    found = {
+        name: (x.shape, x.dtype)
+        for name, x in reader.tensors.items()
+        if name.startswith(PARAMS) and not name.startswith(beside)
+    }
     problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
     problems += [f"unexpected: {name}" for name in sorted(found.keys() - expected.keys())]
     problems += [
