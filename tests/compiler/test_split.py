@@ -119,7 +119,6 @@ def assert_like_autograd(case, recompute):
     targets = [*tree.leaves(() if value is None else value), *(losses[key] for key in sorted(losses))]
     wanted = [leaf for leaf in leaves[: num_params + num_x] if leaf.requires_grad]
     reached = [(targets[i], dy) for i, dy in zip(code.traced.active_out, cotangents, strict=True)]
-    assert sum(t.requires_grad for t in targets) == len(reached)
     expected = torch.autograd.grad([t for t, _ in reached], wanted, [dy for _, dy in reached], allow_unused=True)
     found = dict(zip(map(id, wanted), expected, strict=True))
     for index, (actual, leaf) in enumerate(zip([*d_params, *d_x], wanted, strict=True)):  # integers have no gradient
