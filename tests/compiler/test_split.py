@@ -52,8 +52,9 @@ def run_halves(code, primals, kept, cotangents, comm=ALONE):
     """Gradients of parameters and of x by the two halves."""
     split = split_segment(code)
     out = run(split.input, pick(split.input_reads, primals, split.input_kept, kept, (), split.input_cotangents, cotangents), comm)
-    assert len(out) == code.traced.num_x + split.num_crossing
-    dx, crossing = out[: code.traced.num_x], out[code.traced.num_x :]
+    num_gradients = len(code.traced.active_x)
+    assert len(out) == num_gradients + split.num_crossing
+    dx, crossing = out[:num_gradients], out[num_gradients:]
     given = pick(split.weight_reads, primals, split.weight_kept, kept, crossing, split.weight_cotangents, cotangents)
     return run(split.weight, given, comm), dx
 
@@ -105,7 +106,7 @@ def assert_like_autograd(case, recompute):
     primals = primals_of(case)
     out = run(code.forward, primals)
     results, kept = out[: len(out) - code.num_kept], out[len(out) - code.num_kept :]
-    cotangents = [normal(*result.shape) + 0.5 for result in results]
+    cotangents = [normal(*results[i].shape) + 0.5 for i in code.traced.active_out]
     d_params, d_x = run_halves(code, primals, kept, cotangents)
     whole = run(code.backward, [*(primals[i] for i in code.reads), *kept, *cotangents])
     assert all(torch.equal(a, b) for a, b in zip([*d_params, *d_x], whole, strict=True))
@@ -117,10 +118,10 @@ def assert_like_autograd(case, recompute):
     value, losses = case.fn(tuple(leaves[:num_params]), x, context, training=True)
     targets = [*tree.leaves(() if value is None else value), *(losses[key] for key in sorted(losses))]
     wanted = [leaf for leaf in leaves[: num_params + num_x] if leaf.requires_grad]
-    reached = [(t, dy) for t, dy in zip(targets, cotangents, strict=True) if t.requires_grad]
+    reached = [(targets[i], dy) for i, dy in zip(code.traced.active_out, cotangents, strict=True)]
     expected = torch.autograd.grad([t for t, _ in reached], wanted, [dy for _, dy in reached], allow_unused=True)
     found = dict(zip(map(id, wanted), expected, strict=True))
-    for index, (actual, leaf) in enumerate(zip([*d_params, *d_x], leaves, strict=False)):
+    for index, (actual, leaf) in enumerate(zip([*d_params, *d_x], wanted, strict=True)):  # integers have no gradient
         grad = found.get(id(leaf))
         if grad is None:
             assert torch.equal(actual, torch.zeros_like(leaf)), index
@@ -137,7 +138,7 @@ def test_halves_equal_autograd(name, recompute):
 
 def assert_whole(code):
     """No view crosses, nothing crosses twice."""
-    crossing = split_segment(code).input.out_values[code.traced.num_x :]
+    crossing = split_segment(code).input.out_values[len(code.traced.active_x) :]
     assert len({storage_key(v) for v in crossing}) == len(crossing)
     assert all(v.untyped_storage().nbytes() == v.nbytes for v in crossing)
 
@@ -239,7 +240,7 @@ def both_ways(model, mesh, codes, context_code, batch_specs):
             num_results = len(results) - code.num_kept
             results, kept = results[:num_results], results[num_results:]
             generator = torch.Generator().manual_seed(7 + rank)
-            cotangents = [torch.randn(y.shape, generator=generator).to(y.dtype) for y in results]
+            cotangents = [torch.randn(results[i].shape, generator=generator).to(results[i].dtype) for i in code.traced.active_out]
             whole = run(code.backward, [*(primals[i] for i in code.reads), *kept, *cotangents], comm)
             d_params, d_x = run_halves(code, primals, kept, cotangents, comm)
             out.append((segment.name, whole, [*d_params, *d_x]))
