@@ -42,6 +42,7 @@ from mpar.models.decoder import DecoderConfig, DecoderParams, with_next_tokens
 from mpar.models.hf import (
     MAX_FILE_BYTES,
     HfReader,
+    MappedFile,
     StoredLeaf,
     compare_hf,
     hf_tensors,
@@ -89,6 +90,7 @@ __all__ = [
     "HfReader",
     "HiddenHead",
     "LanguageHead",
+    "MappedFile",
     "Matrix",
     "MatrixLeaf",
     "Model",
