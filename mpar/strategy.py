@@ -33,6 +33,7 @@ _COMPUTE: dict[str, tuple[str, ...]] = {
     "attend_kv_seq": ("cp",),
     "attend_heads": (),
     "attend_kv_heads": (),
+    "pages": ("cp",),
     "moe_batch": ("dp", "fsdp"),
     "moe_seq": ("cp",),
     "expert": (),

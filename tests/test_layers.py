@@ -70,9 +70,12 @@ BELOW["data"] = set(VALUES)
 BELOW["optim"] = {*VALUES, "ops"}
 BELOW["checkpoint"] = set(VALUES)
 BELOW["infer"] = {*_TRUNK, "data"}
-BELOW["train"] = {*_TRUNK, "adapters", "quantised", "tasks", "data", "optim", "checkpoint", "infer"}
+BELOW["rollouts"] = {"errors", "files", "plug_ins", "ops", "data", "infer"}
+BELOW["train"] = {*_TRUNK, "adapters", "quantised", "tasks", "data", "optim", "checkpoint", "infer", "rollouts"}
 BELOW["serve"] = {"errors", "data", "infer"}
-BELOW["cli"] = {*_TRUNK, "measure", "quantised", "tasks", "data", "optim", "checkpoint", "infer", "train", "serve"}
+BELOW["cli"] = {
+    *_TRUNK, "measure", "quantised", "tasks", "data", "optim", "checkpoint", "infer", "rollouts", "train", "serve",
+}  # fmt: skip
 
 PRIVATE_TORCH = re.compile(r"^torch(\.\w+)*\._(?!_)\w+|^torch\.fx\.experimental|^torch\.utils\._")
 

@@ -101,10 +101,10 @@ _VALUES = {  # by key: the value in mpar, with its names elsewhere
 }
 _VALUES["schedule.name"], _VALUES["strategy.name"] = _VALUES["schedule"], _VALUES["strategy"]
 _NOT_THERE = {  # what people ask for: why there is no key of that kind
-    "quantization": "quantised weights (4 and 8 bits) are not there yet: there are precision=fp32 and precision=bf16",
+    "quantization": "weights of 4 and 8 bits are model.quantise=nf4 and model.quantise=int8",
     "fp8": "FP8 is not there yet: there are precision=fp32 and precision=bf16",
-    "dpo": "preferences and rewards (DPO, PPO, GRPO, RLHF) are not there yet: there are task=pt and task=sft",
-    "dropout": "dropout is not there yet: a step is the same each time that it is computed",
+    "dpo": "preferences and rewards are tasks: task=dpo, kto, orpo, cpo, simpo, reward and grpo, with keys such as task.beta",
+    "dropout": "dropout of embeddings and of what layers add is model.dropout, that of LoRA adapter.dropout",
 }
 _SHORT = 7
 _ALSO = {

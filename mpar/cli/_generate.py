@@ -19,6 +19,7 @@ from mpar.cli._prompts import Prompt, read_prompts
 from mpar.cli._screen import AnswerProgress, say, say_aside
 from mpar.cli._switches import answer_switches
 from mpar.errors import ConfigError
+from mpar.files import MAX_JSON_BYTES, Unreadable, read_json
 from mpar.train import key
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class GenerateConfig(AnswerKeys):
     repetition_penalty: float | None = key(f"divides the logits of tokens that came before. {_FROM_FILE}1", default=None, above=0)
     presence_penalty: float = key("is subtracted from logits of tokens in the answer", default=0.0, at_least=-2, at_most=2)
     frequency_penalty: float = key("the same, as often as they occur there", default=0.0, at_least=-2, at_most=2)
+    schema: str | None = key("a file with a JSON Schema: answers are JSON as it says (the extra `grammar`)", default=None)
     stop: tuple[str, ...] = key("texts that end the answer", default=())
     num_answers: int = key("answers to each prompt, with draws of their own", default=1, at_least=1)
     logprobs: int | None = key(
@@ -99,6 +101,8 @@ def _check(config: GenerateConfig) -> None:
         problems.append(f"out={config.out}: there is no folder {Path(config.out).absolute().parent}")
     if config.system is not None and not config.chat:
         problems.append("a system message needs chat=true")
+    if config.schema is not None:
+        _read_schema(Path(config.schema))
     if "" in config.stop:
         problems.append("stop has an empty text, which would end every answer")
     if problems:
@@ -124,6 +128,14 @@ def chosen_sampling(model: "Model", folder: Path, base: "Sampling", given: Mappi
     return sampling
 
 
+def _read_schema(path: Path) -> str:
+    """The JSON Schema in a file. Raises ConfigError if there is none."""
+    try:
+        return json.dumps(read_json(path, MAX_JSON_BYTES))
+    except Unreadable as error:
+        raise ConfigError(f"cannot read the schema {path}: {error}.") from None
+
+
 def _sampling(config: GenerateConfig, model: "Model", folder: Path) -> "Sampling":
     """How tokens are chosen: by the keys of the command, else as the model's files say."""
     base = later("mpar.infer").Sampling(
@@ -131,6 +143,7 @@ def _sampling(config: GenerateConfig, model: "Model", folder: Path) -> "Sampling
         presence_penalty=config.presence_penalty,
         frequency_penalty=config.frequency_penalty,
         stop=config.stop,
+        schema=None if config.schema is None else _read_schema(Path(config.schema)),
         seed=config.seed,
         num_alternatives=config.logprobs,
     )

@@ -103,6 +103,11 @@ class Tokenizer:
         else:
             template.write_bytes(self.template.source.encode())
 
+    @property
+    def as_json(self) -> str:
+        """What the library tokenizers reads: the content of a tokenizer.json, without chat template."""
+        return self._backend.to_str()
+
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id, special tokens included."""

@@ -4,11 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mpar.data import Tokenizer
 from mpar.errors import ConfigError
 from mpar.infer._choose import Chosen
 from mpar.infer._engine import Engine, Runner
+from mpar.infer._grammar import Grammar, Grammars
 from mpar.infer._request import Request
 from mpar.infer._sampling import MAX_ALTERNATIVES, Sampling
 from mpar.infer._text import TextStream
@@ -20,12 +22,13 @@ __all__ = ["Answer", "Assistant"]
 class Answer:
     """An answer while it comes.
 
-    stream: its text. pending: what of the text is certain and was not given out yet.
+    stream: its text. pending: what of the text is certain and was not given out yet. grammar: what it must be, if that is given.
     """
 
     request: Request
     stream: TextStream
     pending: str = ""
+    grammar: Grammar | None = None
 
     @property
     def text(self) -> str:
@@ -44,7 +47,8 @@ class Assistant:
     def __init__(self, runner: Runner, tokenizer: Tokenizer, eos_ids: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
         ends = dict.fromkeys([*eos_ids, *([] if tokenizer.eos_id is None else [tokenizer.eos_id])])
-        self.engine = Engine(runner, eos_ids=tuple(ends), stopped=self._push)
+        self.engine = Engine(runner, eos_ids=tuple(ends), stopped=self._push, allowed=self._allowed)
+        self._grammars = Grammars(tokenizer, runner.vocab_size, tuple(ends))
         self._answers: dict[Request, Answer] = {}
 
     @property
@@ -76,11 +80,16 @@ class Assistant:
         return self.continue_tokens(tokens, sampling, choice)
 
     def continue_tokens(self, tokens: Sequence[int], sampling: Sampling, choice: int = 0) -> Answer:
-        """An answer that goes on from tokens. Raises ConfigError if there are none or too many."""
+        """An answer that goes on from tokens. Raises ConfigError if there are none or too many, or as `check_schema`."""
+        grammar = None if sampling.schema is None else self._grammars.begin(sampling.schema)
         request = self.engine.add(tokens, sampling, choice)
-        answer = Answer(request, TextStream(self._decode, sampling.stop, tokens, sampling.min_tokens))
+        answer = Answer(request, TextStream(self._decode, sampling.stop, tokens, sampling.min_tokens), grammar=grammar)
         self._answers[request] = answer
         return answer
+
+    def check_schema(self, schema: str) -> None:
+        """Raise ConfigError if no answer can be made by this JSON Schema."""
+        self._grammars.begin(schema)
 
     def cancel(self, answer: Answer) -> None:
         """Give up an answer that has not ended yet."""
@@ -119,10 +128,19 @@ class Assistant:
         return [Chosen(tokens[0]), *(Chosen(token, logprob, alternatives) for token, logprob, alternatives in chosen)]
 
     def _push(self, request: Request) -> str | None:
-        """Give the newest token to the text of its answer; returns the stop text that it completes."""
+        """Give the newest token to the text of its answer; returns the stop text that it completes, an empty one if the grammar
+        permits nothing more."""
         answer = self._answers[request]
         answer.pending += answer.stream.push(request.tokens[-1])
+        if answer.grammar is not None:
+            answer.grammar.accept(request.tokens[-1])
+            if answer.stream.stopped_by is None and answer.grammar.is_complete:
+                return ""
         return answer.stream.stopped_by
+
+    def _allowed(self, request: Request) -> Tensor | None:
+        grammar = self._answers[request].grammar
+        return None if grammar is None else grammar.allowed()
 
     def _decode(self, tokens: Sequence[int]) -> str:
         size = self.tokenizer.vocab_size  # that of the model may be larger

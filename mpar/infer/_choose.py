@@ -17,7 +17,7 @@ class History:
     """The tokens of a row so far, and how its next one is chosen.
 
     choice: which of several answers to the same prompt it is; their draws are unrelated.
-    banned: tokens that must not come next.
+    banned: tokens that must not come next. allowed_V: for each token whether it may come next; None: all may.
     """
 
     prompt: Sequence[int]
@@ -25,6 +25,7 @@ class History:
     sampling: Sampling
     choice: int = 0
     banned: Sequence[int] = ()
+    allowed_V: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,12 @@ def choose(logits_RV: Tensor, rows: Sequence[History]) -> list[Chosen]:
 
 
 def _is_plain(row: History) -> bool:
-    return row.sampling.is_greedy and not (row.sampling.counts_tokens or row.sampling.bias or row.banned)
+    changes = row.sampling.counts_tokens or row.sampling.bias or row.banned or row.allowed_V is not None
+    return row.sampling.is_greedy and not changes
 
 
 def _changed(logits_V: Tensor, row: History) -> Tensor:
-    """The logits after the bias and the penalties."""
+    """The logits after the bias and the penalties, without tokens that must not come next."""
     sampling, logits_V = row.sampling, logits_V.clone()
     for token, bias in sampling.bias.items():
         logits_V[token] += bias
@@ -70,6 +72,8 @@ def _changed(logits_V: Tensor, row: History) -> Tensor:
         logits_V[answered] -= sampling.presence_penalty + sampling.frequency_penalty * counts
     if row.banned:
         logits_V[torch.tensor(row.banned, device=logits_V.device)] = -torch.inf
+    if row.allowed_V is not None:
+        logits_V[~row.allowed_V.to(logits_V.device)] = -torch.inf
     return logits_V
 
 

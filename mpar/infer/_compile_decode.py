@@ -1,5 +1,6 @@
 """Compile decode: the program of one step of inference, which reads prompts and new tokens alike."""
 
+from mpar.errors import ConfigError
 from mpar.hardware import Hardware
 from mpar.kernels import Kernels
 from mpar.mesh import Mesh
@@ -8,7 +9,7 @@ from mpar.precision import Precision
 from mpar.precision import precision as make_precision
 from mpar.program import Program
 from mpar.program.compile import compile_forward
-from mpar.strategy import Strategy
+from mpar.strategy import Strategy, preset
 
 __all__ = ["compile_decode"]
 
@@ -26,10 +27,17 @@ def compile_decode(
     """Compile a step that reads tokens of many rows, each after those that the cache holds, and gives logits of the last ones.
 
     Whether a token is of a prompt or was chosen before makes no difference: a step may read both. `mpar.models.CachedDecoder`
-    says what its batch is. The cache is the state of the program, kv heads sharded over tp, layers over pp, groups over dp. The
-    other arguments are those of `compile_forward`.
-    Raises ConfigError for a model that has no such cache, and what `compile_forward` raises.
+    says what its batch is. The cache is the state of the program, kv heads sharded over tp, pages over cp, layers over pp, groups
+    over dp. The other arguments are those of `compile_forward`.
+    Raises ConfigError for a model that has no such cache, or if ranks cannot divide its pages evenly, and what `compile_forward`
+    raises.
     """
-    precision = make_precision(precision)
+    precision, strategy = make_precision(precision), preset(strategy) if isinstance(strategy, str) else strategy
+    ranks = mesh.axis_size(strategy.compute.get("pages", ()))
+    if sizes.num_pages % ranks:
+        raise ConfigError(
+            f"cannot divide a cache of {sizes.num_pages} pages among {ranks} ranks on {mesh}: each has the same number of whole "
+            f"pages.\nUse {-(-sizes.num_pages // ranks) * ranks} pages."
+        )
     chain = with_cache(model, sizes, precision.compute_dtype("layers.0.attention.k_DKH", model.dtype))
     return compile_forward(chain, mesh, strategy, chain.batch_shape, precision=precision, hardware=hardware, kernels=kernels)

@@ -53,12 +53,18 @@ class Engine:
     eos_ids:  tokens that always end an answer, unless its sampling ignores them.
     stopped:  `fn(request)` is called for every new token that does not end an answer itself; it gives the text that has ended
               the answer, None as long as none has.
+    allowed:  `fn(request)` gives for each token whether it may come next; None: all may.
     """
 
     def __init__(
-        self, runner: Runner, *, eos_ids: Sequence[int] = (), stopped: Callable[[Request], str | None] = lambda request: None
+        self,
+        runner: Runner,
+        *,
+        eos_ids: Sequence[int] = (),
+        stopped: Callable[[Request], str | None] = lambda request: None,
+        allowed: Callable[[Request], Tensor | None] = lambda request: None,
     ) -> None:
-        self.runner, self.eos_ids, self.stopped = runner, tuple(eos_ids), stopped
+        self.runner, self.eos_ids, self.stopped, self.allowed = runner, tuple(eos_ids), stopped, allowed
         self.scheduler = Scheduler(runner.sizes, shares=runner.shares_pages)
         self.num_steps = 0
         self._pages_RP = torch.full((runner.sizes.rows, runner.sizes.row_pages), SPARE_PAGE)
@@ -106,9 +112,10 @@ class Engine:
             yield from self.step()
 
     def _history(self, request: Request) -> History:
-        sampling, answer = request.sampling, request.answer
-        banned = (*self._end_ids(sampling), *sampling.stop_ids) if len(answer) < sampling.min_tokens else ()
-        return History(request.prompt, answer, sampling, request.choice, banned)
+        sampling, answer, allowed_V = request.sampling, request.answer, self.allowed(request)
+        may_end = len(answer) >= sampling.min_tokens or allowed_V is not None
+        banned = () if may_end else (*self._end_ids(sampling), *sampling.stop_ids)
+        return History(request.prompt, answer, sampling, request.choice, banned, allowed_V)
 
     def _end_ids(self, sampling: Sampling) -> Sequence[int]:
         return () if sampling.ignore_eos else self.eos_ids

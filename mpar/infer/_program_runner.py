@@ -92,12 +92,11 @@ class ProgramRunner:
             self._runs[count] = self._bound(self.programs[count])
 
     def _bound(self, program: Program) -> Run:
-        """The function that runs a step."""
-        return program.bind(device=self.device)
-
-    def _part(self, program: Program, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What this rank has of a batch."""
-        return batch if program.mesh.size == 1 else batch_rows(program, batch, self._rank)
+        """The function that runs a step, on the batch of all ranks."""
+        run = program.bind(device=self.device)
+        if program.mesh.size == 1:
+            return run
+        return lambda state, batch: run(state, batch_rows(program, batch, self._rank))
 
     def _first_state(self, program: Program, params: DecoderParams[Tensor]) -> State:
         leaves = {path: leaf.to(self.device) for path, leaf in program.init_state(params, self._rank).leaves.items()}
@@ -124,8 +123,7 @@ class ProgramRunner:
             for key, (column, fill) in columns.items()
         }
         batch |= {"pages": pages_RP.reshape(sizes.groups, -1), "last": _last_in_group(last_R, places).view(sizes.groups, -1)}
-        mine = self._part(self.programs[count], batch)
-        self.state, results = self._runs[count](self.state, {key: x.to(self.device) for key, x in mine.items()})
+        self.state, results = self._runs[count](self.state, {key: x.to(self.device) for key, x in batch.items()})
         return results["logits"].flatten(0, 1)
 
     def scores(self, texts: Sequence[Tensor], num_likeliest: int) -> list[Scores]:
@@ -134,8 +132,8 @@ class ProgramRunner:
 
 
 def _laid_out(leaf: Tensor, axes: Axes) -> Tensor:
-    """A matrix in bfloat16 on a CPU with the features that products sum over next to each other in memory: products with a few
-    rows are then a tenth to a fifth faster. In float32 they are not."""
+    """A matrix in bfloat16 on a CPU with the features that products sum over next to each other in memory, because
+    products with a few rows are faster so. In float32 they are not."""
     if leaf.device.type != "cpu" or leaf.dtype != torch.bfloat16 or "vocab" in axes[:1] or "expert" in axes:
         return leaf
     if len(axes) > 1 and axes[0] == "embed":

@@ -17,7 +17,7 @@ left; because it could not be made."""
 class Request:
     """A prompt, its answer so far, and where the cache has its keys and values.
 
-    choice:       which of several answers to the same prompt it is. number: its place in the order in which requests came.
+    choice:       which of several answers to the same prompt it is.
     chosen:       the tokens of the answer, with their log-probabilities if these were asked for.
     finish:       why the answer ended; None: it has not ended.
     stopped_by:   the text or the token that ended it.
@@ -30,7 +30,6 @@ class Request:
     prompt: list[int]
     sampling: Sampling
     choice: int = 0
-    number: int = 0
     chosen: list[Chosen] = field(default_factory=list)
     finish: Finish | None = None
     stopped_by: str | int | None = None

@@ -18,10 +18,10 @@ class Sampling:
     """How the tokens of an answer are chosen, and what ends it.
 
     Logits are changed in this order, which is that of transformers: `bias`, `repetition_penalty`, the other two penalties,
-    `temperature`, `top_k`, `top_p`, `min_p`.
+    `min_tokens` and `schema` (what may not come next is out), `temperature`, `top_k`, `top_p`, `min_p`.
 
     max_tokens:         the most tokens of the answer; None: as many as there is room for.
-    min_tokens:         nothing ends the answer before it has so many tokens.
+    min_tokens:         nothing ends the answer before it has so many tokens, but that it is complete by `schema`.
     temperature:        logits are divided by it; 0: the most likely token is taken, whatever `top_k`, `top_p` and `min_p` are.
     top_k:              only tokens whose logit is at least the k-th largest; 0: all.
     top_p:              only the fewest most likely tokens with this probability in total; 1: all.
@@ -32,6 +32,8 @@ class Sampling:
     stop:               texts that end the answer, which does not contain them.
     stop_ids:           tokens that end the answer, besides those that always do.
     ignore_eos:         whether the answer goes on after a token that would always end it.
+    schema:             a JSON Schema, as JSON: the answer is JSON as it says, unless it ends before for lack of tokens or by a
+                        stop text; None: any text.
     seed:               draws depend on it, on the number of the token in its row and on the token alone.
     num_alternatives:   for how many of the likeliest tokens log-probabilities are given, besides that of the chosen one; None: no
                         log-probabilities. They are those of the logits before any change.
@@ -51,6 +53,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    schema: str | None = None
     seed: int = 0
     num_alternatives: int | None = None
 

@@ -80,6 +80,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order in which they came
         self.num_added = self.num_preempted = 0
+        self._numbers: dict[Request, int] = {}  # in which order those came that have not ended
         count = sizes.group_rows
         self._free_rows = [list(reversed(range(group * count, (group + 1) * count))) for group in range(sizes.groups)]
 
@@ -93,7 +94,7 @@ class Scheduler:
             most = self.room(request) + len(request.tokens) - 1
             raise ConfigError(f"cannot answer a prompt of {len(request.prompt)} tokens: between 1 and {most} fit here.")
         self.num_added += 1
-        request.number = self.num_added
+        self._numbers[request] = self.num_added
         self.waiting.append(request)
 
     def finish(self, request: Request, why: Finish) -> None:
@@ -101,6 +102,7 @@ class Scheduler:
         if request.finish is not None:
             return
         request.finish = why
+        del self._numbers[request]
         if request in self.running:
             self._take_off(request)
         elif request in self.waiting:
@@ -151,7 +153,7 @@ class Scheduler:
             victim = next(other for other in reversed(self.running) if self._group(other) == group)
             turns.pop(victim, None)
             self._take_off(victim)
-            bisect.insort(self.waiting, victim, key=_number)
+            bisect.insort(self.waiting, victim, key=self._numbers.__getitem__)
             self.num_preempted += 1
             if victim is request:
                 return
@@ -172,7 +174,7 @@ class Scheduler:
             request.pages = []
             return False
         self.waiting.popleft()
-        bisect.insort(self.running, request, key=_number)
+        bisect.insort(self.running, request, key=self._numbers.__getitem__)
         request.row = self._free_rows[group].pop()
         request.chain = [number for _, number in shared]
         request.num_cached = start
@@ -197,7 +199,3 @@ class Scheduler:
     def _num_tokens(self, turns: dict[Request, Turn], group: int) -> int:
         """How many tokens of a group the step reads so far."""
         return sum(turn.end - turn.start for turn in turns.values() if self._group(turn.request) == group)
-
-
-def _number(request: Request) -> int:
-    return request.number

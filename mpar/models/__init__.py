@@ -41,6 +41,7 @@ from mpar.models.architectures import (
 from mpar.models.decoder import DecoderConfig, DecoderParams, with_next_tokens
 from mpar.models.hf import (
     MAX_FILE_BYTES,
+    QUANTISATION,
     HfReader,
     MappedFile,
     StoredLeaf,
@@ -75,6 +76,7 @@ __all__ = [
     "MIXTRAL",
     "OLMO2",
     "PHI3",
+    "QUANTISATION",
     "QWEN2",
     "QWEN2_MOE",
     "QWEN3",

@@ -21,7 +21,10 @@ class LanguageHead(Protocol):
 
 @runtime_checkable
 class HiddenHead(LanguageHead, Protocol):
-    """A head that can also give what it multiplies with the output matrix."""
+    """A head that can also give what it multiplies with the output matrix. only_logits: the leaves below the first path of its
+    segment that only logits need."""
+
+    only_logits: tuple[str, ...]
 
     def hidden(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         """The features (B, S, D) of each token."""

@@ -27,6 +27,8 @@ linear_cross_entropy_p = Primitive("linear_cross_entropy", "x, head, labels -> l
 linear_cross_entropy_stats_p = Primitive("linear_cross_entropy_stats", "x, head, labels -> lse, target", **_PARAMS)
 linear_cross_entropy_grad_p = Primitive("linear_cross_entropy_grad", "x, head, labels, dloss -> loss, lse, dx, dhead", **_PARAMS)
 """Losses and gradients in one op, which makes logits only once: for known cotangents `dloss`, and no cotangents of `lse`."""
+linear_cross_entropy_x_grad_p = Primitive("linear_cross_entropy_x_grad", "x, head, labels, dloss -> loss, lse, dx", **_PARAMS)
+"""The same without the gradient of the head, for a head that is frozen."""
 
 
 def linear_cross_entropy(
@@ -96,6 +98,11 @@ def _abstract_grad(x, head, labels, dloss, **params):
     return loss, lse, dx, dhead
 
 
+@linear_cross_entropy_x_grad_p.def_abstract
+def _abstract_x_grad(x, head, labels, dloss, **params):
+    return _abstract_grad(x, head, labels, dloss, **params)[:3]
+
+
 def _chunks(num_tokens: int, chunk: int) -> list[slice]:
     return [slice(first, min(first + chunk, num_tokens)) for first in range(0, num_tokens, chunk)]
 
@@ -121,11 +128,11 @@ def _impl_stats(x, head, labels, *, chunk, **params):
     return _per_token(row_statistics, x, head, labels, chunk, params)
 
 
-def _gradients(x_TD, head, labels_T, statistics, dloss_T, dlse_T, params, chunk) -> tuple[Tensor, Tensor]:
-    """`(dx, dhead)`, chunk by chunk; `statistics(logits, tokens)` gives the log-sum-exp of each row of a chunk."""
+def _gradients(x_TD, head, labels_T, statistics, dloss_T, dlse_T, params, chunk, dhead: Tensor | None = None) -> Tensor:
+    """dx, chunk by chunk; `statistics(logits, tokens)` gives the log-sum-exp of each row of a chunk. The gradient of the head is
+    added to `dhead`."""
     head = head.contiguous()
     dx_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-    dhead = torch.zeros(head.shape, dtype=torch.promote_types(x_TD.dtype, torch.float32), device=x_TD.device)
     buffer = x_TD.new_empty(min(chunk, x_TD.shape[0]), head.shape[1])
     for tokens in _chunks(x_TD.shape[0], chunk):
         logits = torch.mm(x_TD[tokens], head, out=buffer[: tokens.stop - tokens.start])
@@ -133,24 +140,52 @@ def _gradients(x_TD, head, labels_T, statistics, dloss_T, dlse_T, params, chunk)
         dlse = None if dlse_T is None else dlse_T[tokens]
         dlogits = row_gradients(logits, labels_T[tokens], lse_T, dloss_T[tokens], dlse, **params, out=logits)
         torch.mm(dlogits, head.T, out=dx_TD[tokens])
-        if dhead.dtype == dlogits.dtype:
+        if dhead is not None and dhead.dtype == dlogits.dtype:
             dhead.addmm_(x_TD[tokens].T, dlogits)
-        else:
+        elif dhead is not None:
             dhead += x_TD[tokens].T @ dlogits
-    return dx_TD, dhead.to(head.dtype)
+    return dx_TD
+
+
+def _zeros_like_head(x: Tensor, head: Tensor) -> Tensor:
+    """What the gradient of the head is added to: float32 or wider."""
+    return torch.zeros(head.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
 
 @linear_cross_entropy_p.def_vjp("x, head, labels, lse, dloss, dlse -> dx, dhead")
 def _vjp(x, head, labels, lse, dloss, dlse, *, chunk, **params):
+    dhead = _zeros_like_head(x, head)
+    return _pull_back(x, head, labels, lse, dloss, dlse, chunk, params, dhead), dhead.to(head.dtype)
+
+
+@linear_cross_entropy_p.def_vjp_part("x, head, labels, lse, dloss, dlse -> dx")
+def linear_cross_entropy_x_bwd_p(x, head, labels, lse, dloss, dlse, *, chunk, **params):
+    """The gradient of x alone, for a head that is frozen."""
+    return _pull_back(x, head, labels, lse, dloss, dlse, chunk, params)
+
+
+def _pull_back(x, head, labels, lse, dloss, dlse, chunk, params, dhead=None) -> Tensor:
+    """dx from what the forward kept; the gradient of the head is added to `dhead`."""
     dloss = torch.zeros_like(lse) if dloss is None else dloss
     x_TD, labels_T, lse_T, dloss_T = x.reshape(-1, x.shape[-1]), labels.flatten(), lse.flatten(), dloss.flatten()
     dlse_T = None if dlse is None else dlse.flatten()
-    dx_TD, dhead = _gradients(x_TD, head, labels_T, lambda _, tokens: lse_T[tokens], dloss_T, dlse_T, params, chunk)
-    return dx_TD.view(x.shape), dhead
+    dx_TD = _gradients(x_TD, head, labels_T, lambda _, tokens: lse_T[tokens], dloss_T, dlse_T, params, chunk, dhead)
+    return dx_TD.view(x.shape)
 
 
 @linear_cross_entropy_grad_p.def_impl
 def _impl_grad(x, head, labels, dloss, *, chunk, **params):
+    dhead = _zeros_like_head(x, head)
+    return *_loss_and_dx(x, head, labels, dloss, chunk, params, dhead), dhead.to(head.dtype)
+
+
+@linear_cross_entropy_x_grad_p.def_impl
+def _impl_x_grad(x, head, labels, dloss, *, chunk, **params):
+    return _loss_and_dx(x, head, labels, dloss, chunk, params)
+
+
+def _loss_and_dx(x, head, labels, dloss, chunk, params, dhead=None) -> tuple[Tensor, Tensor, Tensor]:
+    """`(loss, lse, dx)`; the gradient of the head is added to `dhead`."""
     x_TD, labels_T = x.reshape(-1, x.shape[-1]), labels.flatten()
     wide = torch.promote_types(x.dtype, torch.float32)
     loss_T, lse_T = (torch.empty(labels_T.shape, dtype=wide, device=x.device) for _ in range(2))
@@ -159,8 +194,8 @@ def _impl_grad(x, head, labels, dloss, *, chunk, **params):
         loss_T[tokens], lse_T[tokens] = row_losses(logits, labels_T[tokens], **params)
         return lse_T[tokens]
 
-    dx_TD, dhead = _gradients(x_TD, head, labels_T, statistics, dloss.flatten().to(wide), None, params, chunk)
-    return loss_T.view(labels.shape), lse_T.view(labels.shape), dx_TD.view(x.shape), dhead
+    dx_TD = _gradients(x_TD, head, labels_T, statistics, dloss.flatten().to(wide), None, params, chunk, dhead)
+    return loss_T.view(labels.shape), lse_T.view(labels.shape), dx_TD.view(x.shape)
 
 
 linear_cross_entropy_p.def_formula(lambda x, head, labels, *, chunk, **params: formula(x @ head, labels, **params))
@@ -176,6 +211,11 @@ def _sharded(emit, x, head, labels, **params):
 def _sharded_bwd(emit, x, head, labels, lse, dloss, dlse, **params):
     grads = emit(linear_cross_entropy_p.bwd, x, head, labels, lse, dloss, dlse, **params | {"start": emit.start})
     return emit.pending(emit.getitem(grads, 0)), emit.getitem(grads, 1)
+
+
+@linear_cross_entropy_x_bwd_p.def_sharded("v")
+def _sharded_x_bwd(emit, x, head, labels, lse, dloss, dlse, **params):
+    return emit.pending(emit(linear_cross_entropy_x_bwd_p, x, head, labels, lse, dloss, dlse, **params | {"start": emit.start}))
 
 
 def _chunk_bytes(x: Tensor, head: Tensor, labels: Tensor, chunk: int) -> int:
@@ -201,13 +241,21 @@ def _cost_bwd(x, head, labels, *_, chunk, **__):
     return Cost(6 * x.numel() * head.shape[1], moved, workspace=workspace, transcendentals=2 * logits, matmul=shape)
 
 
+@linear_cross_entropy_x_bwd_p.def_cost
+@linear_cross_entropy_x_grad_p.def_cost
+def _cost_x_bwd(x, head, labels, *_, chunk, **__):
+    shape, moved = _chunk_shape(head, labels, chunk, 2), 2 * x.nbytes + head.nbytes
+    flops, logits = 4 * x.numel() * head.shape[1], labels.numel() * head.shape[1]
+    return Cost(flops, moved, workspace=_chunk_bytes(x, head, labels, chunk), transcendentals=2 * logits, matmul=shape)
+
+
 def _chunk_shape(head: Tensor, labels: Tensor, chunk: int, products: int) -> MatmulShape:
     """The products of all chunks, each with the logits of a chunk as its result or operand."""
     rows = labels.numel()
     return MatmulShape(batch=products * ceil(rows / chunk), m=min(chunk, rows), n=head.shape[1], k=head.shape[0])
 
 
-linear_cross_entropy_grad_p.asks_host = True
+linear_cross_entropy_grad_p.asks_host = linear_cross_entropy_x_grad_p.asks_host = True
 for _primitive in (linear_cross_entropy_p, linear_cross_entropy_stats_p):
     _primitive.asks_host = True
     _primitive.def_sharding("... d, d v, ... -> ..., ...", need_replication="d v")
@@ -217,3 +265,7 @@ linear_cross_entropy_p.bwd.def_sharding("... d, d v, ..., ..., ..., ... -> ... d
 linear_cross_entropy_p.bwd.def_batching_leading()
 linear_cross_entropy_grad_p.def_sharding("... d, d v, ..., ... -> ..., ..., ... d, d v", need_replication="d v")
 linear_cross_entropy_grad_p.def_batching_leading()
+linear_cross_entropy_x_bwd_p.def_sharding("... d, d v, ..., ..., ..., ... -> ... d", need_replication="d")
+linear_cross_entropy_x_bwd_p.def_batching_leading()
+linear_cross_entropy_x_grad_p.def_sharding("... d, d v, ..., ... -> ..., ..., ... d", need_replication="d v")
+linear_cross_entropy_x_grad_p.def_batching_leading()

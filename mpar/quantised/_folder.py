@@ -16,30 +16,29 @@ from torch import Tensor
 
 from mpar import tree
 from mpar.errors import CheckpointError, ConfigError
-from mpar.models import Model, StoredLeaf, locate, open_weights, read_json, stored_leaves
+from mpar.models import QUANTISATION, Model, StoredLeaf, locate, open_weights, read_json, stored_leaves
 from mpar.ops import NF4_BLOCK, NF4_CODES, Int8, Nf4, nf4_scale_codes
 from mpar.quantised._layout import Layout, Parts
-from mpar.quantised._model import QuantisedModel
+from mpar.quantised._model import PartsSource, QuantisedModel
 from mpar.tree import Tree
 
 __all__ = ["QuantisedReader", "is_quantised_folder", "write_quantised"]
 
 _STATE = ".quant_state.bitsandbytes__nf4"
-_CONFIG = "quantization_config"
 _NESTED_BLOCK = 256
 
 
 def is_quantised_folder(folder: str | os.PathLike[str]) -> bool:
     """Whether the config.json of a folder says that its weights are quantised by bitsandbytes."""
-    config = read_json(Path(folder) / "config.json").get(_CONFIG)
+    config = read_json(Path(folder) / "config.json").get(QUANTISATION)
     return isinstance(config, dict) and config.get("quant_method", "bitsandbytes") == "bitsandbytes"
 
 
-class QuantisedReader:
+class QuantisedReader(PartsSource):
     """The weights of a quantised model in a folder of bitsandbytes. Making it reads headers only, and checks names.
 
     Raises CheckpointError, which lists all tensors that are missing, and matrices that are quantised in the folder but not in the
-    model, or the other way round.
+    model, or the other way round. Use it in a `with` statement.
     """
 
     def __init__(self, model: QuantisedModel, folder: str | os.PathLike[str]) -> None:
@@ -55,20 +54,25 @@ class QuantisedReader:
                 "Choose which matrices are quantised by targets and exclude."
             )
 
-    def first_leaf(self, seed: int, path: str, slices: Sequence[slice] | None) -> Tensor:
-        """The elements within `slices` (None: all) of a leaf of the model before training."""
+    def __enter__(self) -> "QuantisedReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.clear()
+
+    def part(self, path: str, slices: Sequence[slice] | None) -> Tensor:
+        """The elements within `slices` (None: all) of a part of a quantised weight."""
         root, _, part = path.rpartition(".")
-        if root in self.model.layouts:
-            made: Tensor = getattr(self._parts(root, self.model.layouts[root]), part)
-            return made if slices is None else made[tuple(slices)].contiguous()
-        return self.model.base.first_leaf(seed, path, slices, self._read)
+        made: Tensor = getattr(self._parts(root, self.model.layouts[root]), part)
+        return made if slices is None else made[tuple(slices)].contiguous()
 
     def params(self, seed: int = 0) -> Tree:
         """All parameters."""
         like = self.model.abstract_params
-        return tree.unflatten(tree.flatten(like)[1], [self.first_leaf(seed, path, None) for path in tree.paths(like)])
+        return tree.unflatten(tree.flatten(like)[1], [self.model.first_leaf(seed, path, None, self) for path in tree.paths(like)])
 
-    def _read(self, path: str, slices: Sequence[slice] | None) -> Tensor:
+    def __call__(self, path: str, slices: Sequence[slice] | None) -> Tensor:
+        """The elements within `slices` (None: all) of a leaf that is not quantised. Raises CheckpointError for one that is."""
         if path in self.model.layouts:
             raise CheckpointError(
                 f"cannot begin with values that depend on the weight {path}: {self.folder} has only its codes.\n"
@@ -144,7 +148,7 @@ def write_quantised(model: QuantisedModel, params: Tree, folder: str | os.PathLi
         stored.write(leaf, tensors)
     path.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = {**plain.hf_config, "architectures": [plain.hf_class], **plain.hf_keys, _CONFIG: _config_of(model)}
+    config = {**plain.hf_config, "architectures": [plain.hf_class], **plain.hf_keys, QUANTISATION: _config_of(model)}
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

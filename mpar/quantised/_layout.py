@@ -21,6 +21,10 @@ from mpar.ops import NF4_BLOCK, Int8, Nf4
 __all__ = ["Kind", "Layout", "Parts", "check_kind", "layout_of"]
 
 Kind = Literal["nf4", "int8"]
+_MANY_BLOCKS = 16
+_ONLY_STORED = ("embed",)
+"""Logical axes along which strategies shard what is stored, but not what is used. Magnitudes, a byte for 64 weights, are
+sharded along them only where there are multiples of 16 blocks: the number of ranks has to divide that of the blocks."""
 Parts = Nf4[Tensor] | Int8[Tensor]
 
 
@@ -76,8 +80,9 @@ class Layout:
         columns = [leaf[dim] for dim in self.given] if self._keeps_columns else [leaf[self.given[0]]]
         if self.kind == "int8":
             return Int8((*rows, *columns), rows)
-        lead = self._lead(leaf)
-        return Nf4((*rows, *columns), (*rows, *columns), (*lead, None), lead)
+        lead, few = self._lead(leaf), self.matrix_shape[-1] // NF4_BLOCK % _MANY_BLOCKS
+        magnitudes = [None if few and name in _ONLY_STORED else name for name in columns]
+        return Nf4((*rows, *columns), (*rows, *magnitudes), (*lead, None), lead)
 
     def flattened(self, parts: Parts) -> Parts:
         """The parts of the matrix, as `mpar.ops` has them."""

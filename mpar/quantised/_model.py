@@ -2,7 +2,8 @@
 
 import functools
 import re
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,9 +18,21 @@ from mpar.quantised._layout import Kind, Layout, Parts, check_kind, layout_of
 from mpar.quantised._segment import QuantisedSegment
 from mpar.tree import Tree
 
-__all__ = ["ALL_LINEAR", "QuantisedModel", "quantise"]
+__all__ = ["ALL_LINEAR", "PartsSource", "QuantisedModel", "quantise"]
 
 ALL_LINEAR = "all-linear"
+
+
+class PartsSource(ABC):
+    """Gives leaves of the plain model, as a `Read` does, and has some weights quantised already."""
+
+    @abstractmethod
+    def __call__(self, path: str, slices: Sequence[slice] | None) -> Tensor:
+        """The elements within `slices` (None: all) of a leaf of the plain model."""
+
+    @abstractmethod
+    def part(self, path: str, slices: Sequence[slice] | None) -> Tensor:
+        """The elements within `slices` (None: all) of a part of a quantised weight."""
 
 
 def quantise(
@@ -140,22 +153,43 @@ class QuantisedModel(WrappedModel):
 
     def init_leaf(self, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
         """The elements within `slices` of the first value of a leaf; of a part, that of the whole weight is quantised."""
-        return self.leaf_of(path, slices, lambda base_path, cut: self.base.init_leaf(seed, base_path, cut))
+        return self._leaf_of(path, slices, lambda base_path, cut: self.base.init_leaf(seed, base_path, cut), key=seed)
 
     def first_leaf(self, seed: int, path: str, slices: Sequence[slice] | None, read: Read) -> Tensor:
         """The elements within `slices` (None: all) of a leaf, quantised, where `read(path, slices)` gives leaves of `plain`."""
-        return self.leaf_of(path, slices, lambda base_path, cut: self.base.first_leaf(seed, base_path, cut, read))
+        if isinstance(read, PartsSource) and path.rpartition(".")[0] in self.layouts:
+            return read.part(path, slices)
+        return self._leaf_of(
+            path, slices, lambda base_path, cut: self.base.first_leaf(seed, base_path, cut, read), key=(seed, read)
+        )
 
-    def leaf_of(self, path: str, slices: Sequence[slice] | None, read: Read) -> Tensor:
+    def _leaf_of(self, path: str, slices: Sequence[slice] | None, read: Read, *, key: object) -> Tensor:
         """The elements within `slices` (None: all) of the leaf at `path`, where `read(path, slices)` gives leaves of `base`.
 
-        A weight is quantised as a whole, because its parts share a mean magnitude.
+        A weight is quantised as a whole, because its blocks share a mean magnitude. key: equal for equal leaves of `base`.
         """
         root, _, part = path.rpartition(".")
         if root not in self.layouts:
             return read(path, slices)
-        made: Tensor = getattr(self.layouts[root].quantise(read(root, None)), part)
+        if root not in self._quantised_last or self._quantised_last[root][0] != key:
+            self._quantised_last.clear()
+            self._quantised_last[root] = key, self.layouts[root].quantise(read(root, None))
+        made: Tensor = getattr(self._quantised_last[root][1], part)
         return made if slices is None else made[tuple(slices)].contiguous()
+
+    @functools.cached_property
+    def _quantised_last(self) -> dict[str, tuple[object, Parts]]:
+        """The weight that was quantised last, with what it was made of: another part of it is often asked for next."""
+        return {}
+
+    def base_leaf(self, path: str, read: Callable[[str], Tensor]) -> Tensor:
+        """The leaf of `base` at `path`, dequantised, where `read` gives leaves of this model."""
+        layout = self.layouts.get(path)
+        if layout is None:
+            return read(path)
+        named, structure = tree.leaves_with_path(layout.meta()), tree.flatten(layout.meta())[1]
+        parts = tree.unflatten(structure, [read(f"{path}.{part}") for part, _ in named])
+        return layout.dequantise(parts, tree.get(self.base.abstract_params, path).dtype).contiguous()
 
     def quantise_params(self, params: Tree) -> Tree:
         """The parameters of this model, from those of `base`."""

@@ -38,7 +38,6 @@ class RolloutBatches(Batches):
         self._drawing: Drawing | None = None
         self._folder: Path | None = None
         self._number, self._rollouts = -1, tuple[Rollout, ...]()
-        self._numbers: Mapping[str, float] = {}
 
     def draw_with(self, drawing: Drawing, folder: Path) -> None:
         """Draw with these from now on, and keep rollouts in `folder`."""
@@ -77,8 +76,7 @@ class RolloutBatches(Batches):
         """
         number = step // self.plan.steps
         if step % self.plan.steps == 0:
-            self._draw(number, step, params)
-            return self._numbers
+            return self._draw(number, step, params)
         if number != self._number:
             self._read(number)
         return {}
@@ -154,20 +152,23 @@ class RolloutBatches(Batches):
         """Whether training learns from an answer."""
         return rollout.reward is not None and not (self.plan.drop_truncated and rollout.finish == "length")
 
-    def _draw(self, number: int, step: int, params: Mapping[str, Tensor]) -> None:
+    def _draw(self, number: int, step: int, params: Mapping[str, Tensor]) -> Mapping[str, float]:
+        """Draw rollout `number`, write it, and return what is worth seeing of it."""
         assert self._drawing is not None and self._folder is not None, "draw_with was not called"
         self._drawing.sampler.load(params)
         rollouts, problem = draw(self._drawing, number)
+        numbers: Mapping[str, float] = {}
         if problem is None:
             rollouts = with_advantages(self.plan, rollouts)
-            self._numbers = numbers_of(self.plan, rollouts)
-        header = RolloutHeader(number, step, self.fingerprint, problem is None, {} if problem else self._numbers)
+            numbers = numbers_of(self.plan, rollouts)
+        header = RolloutHeader(number, step, self.fingerprint, problem is None, numbers)
         if self._drawing.rank == 0:
             write_rollouts(self._folder, RolloutFile(header, tuple(rollouts)))
         if problem is not None:
             file = rollout_path(self._folder, number)
             raise RewardError(f"{problem}\nThe answers are in {file}; a run that goes on draws the same ones again.")
         self._number, self._rollouts = number, tuple(rollouts)
+        return numbers
 
     def _read(self, number: int) -> None:
         """The answers of a rollout that was drawn before this process began."""

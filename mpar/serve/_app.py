@@ -180,6 +180,8 @@ class _Server:
     ) -> Response:
         if max((*asked.sampling.bias, -1)) >= self.tokenizer.vocab_size:
             raise Refusal(400, f"logit_bias has a token that is not below {self.tokenizer.vocab_size}", "logit_bias")
+        if asked.sampling.schema is not None:
+            await asyncio.to_thread(self._check_schema, asked.sampling.schema)
         scores = asked.echo and asked.sampling.num_alternatives is not None
         job = Job(prompts, asked.sampling, asked.num_choices, scores, asyncio.get_running_loop())
         self.worker.submit(job)
@@ -200,6 +202,12 @@ class _Server:
             if not reply.is_complete:
                 self.worker.cancel(job)
         return JSONResponse(reply.complete())
+
+    def _check_schema(self, schema: str) -> None:
+        try:
+            self.worker.assistant.check_schema(schema)
+        except MparError as error:
+            raise Refusal(400, str(error), "response_format") from None
 
     async def _render(self, asked: Asked) -> list[int]:
         """The tokens of a conversation, up to where the assistant's answer begins."""

@@ -1,5 +1,6 @@
 """Asked: what the body of a request asks for. Every field that is known is checked; one that cannot be honoured is refused."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ __all__ = ["Asked", "read_chat", "read_completion"]
 
 _MAX_CHOICES = 128
 _MAX_STOPS = 16
+_ANY_OBJECT = '{"type": "object"}'
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,6 @@ _PLAIN = {
 _NOT_DONE = {
     "suffix": (None, ""),
     "best_of": (None, 1),
-    "response_format": (None, {"type": "text"}),
     "audio": (None,),
     "modalities": (None, ["text"]),
     "functions": (None,),
@@ -153,7 +154,23 @@ def _sampling(fields: Mapping[str, Any], defaults: Sampling, max_tokens: object)
     if not isinstance(ids, (list, tuple)) or (ids and not _is_tokens(ids)):
         raise _wrong("stop_token_ids", "must be a list of tokens")
     sampling = _checked(sampling, "stop", stop=tuple(stops), stop_ids=tuple(ids))
+    sampling = _checked(sampling, "response_format", schema=_schema(fields.get("response_format")))
     return _checked(sampling, "logit_bias", bias=_bias(fields.get("logit_bias") or {}))
+
+
+def _schema(value: object) -> str | None:
+    """The JSON Schema that `response_format` asks for; None for any text."""
+    if value is None:
+        return None
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or kind not in ("text", "json_object", "json_schema"):
+        raise _wrong("response_format", "must be an object whose type is text, json_object or json_schema")
+    if kind != "json_schema":
+        return _ANY_OBJECT if kind == "json_object" else None
+    named = value.get("json_schema")
+    if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
+        raise _wrong("response_format.json_schema", "must be an object with a schema")
+    return json.dumps(named["schema"])
 
 
 def _bias(value: object) -> dict[int, float]:

@@ -37,7 +37,7 @@ class AnswerLogps(TaskChain):
     @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:
         """Those of the model, and the log-probabilities of answers."""
-        *body, last = self.model.segments
+        *body, last = self.base.segments
         fn = _LogpsHead(last.fn, getattr(self.task, "ld_alpha", None))  # type: ignore[arg-type]  # checked when made
         return (
             *(Segment(s.name, s.fn, s.paths, s.out_axes) for s in body),

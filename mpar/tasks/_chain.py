@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mpar import tree
-from mpar.chain import Axes, Segment, Update, is_axes
+from mpar.chain import Axes, Segment, is_axes
 from mpar.errors import ConfigError
-from mpar.models import HiddenHead, LanguageHead, Trainable
+from mpar.models import HiddenHead, LanguageHead, Read, Trainable, WrappedModel
 from mpar.tasks._reference import REFERENCE, beside, joined_paths
 from mpar.tasks._task import Forward, Forwards, Task
 from mpar.tree import Tree
@@ -63,15 +63,15 @@ def task_means(metrics: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class TaskChain(Trainable):
-    """`model`, trained by the loss of `task`.
+class TaskChain(WrappedModel):
+    """`base`, trained by the loss of `task`.
 
-    reference: a model to compare with, whose segments run beside those of `model`. Its parameters are frozen, and stored under
+    reference: a model to compare with, whose segments run beside those of `base`. Its parameters are frozen, and stored under
         `reference.`, unless `shared`: then it is the model itself without its adapters, and reads the same parameters.
     Raises ConfigError, with all problems, if the task and the models do not fit each other.
     """
 
-    model: Trainable
+    base: Trainable
     task: Task
     reference: Trainable | None = None
     shared: bool = False
@@ -79,17 +79,23 @@ class TaskChain(Trainable):
     def __post_init__(self) -> None:
         problems = []
         wanted = HiddenHead if self.task.reads_hidden else LanguageHead
-        for model in (self.model, *([] if self.reference is None else [self.reference])):
+        for model in (self.base, *([] if self.reference is None else [self.reference])):
             if not isinstance(model.segments[-1].fn, wanted):
                 given = "features" if self.task.reads_hidden else "losses of single tokens"
                 problems.append(
                     f"the last segment of this {model.name} model does not give {given} (mpar.models.{wanted.__name__})"
                 )
-        if self.reference is not None and len(self.reference.segments) != len(self.model.segments):
+        if self.reference is not None and len(self.reference.segments) != len(self.base.segments):
             problems.append("the reference model has another number of segments")
-        if self.model.next_keys:
+        if self.reference is not None and self.shared:
+            trained = sorted(set(tree.paths(self.reference.abstract_params)) - self.base.frozen)
+            if trained:
+                problems.append(
+                    f"the reference model is this one without adapters, and {', '.join(trained[:4])} is trained in full"
+                )
+        if self.base.next_keys:
             problems.append("the model predicts several tokens: leave that out with model.mtp_loss_weight=null")
-        taken = sorted(set(self.task.entries) & set(self.model.batch_axes))
+        taken = sorted(set(self.task.entries) & set(self.base.batch_axes))
         if taken:
             problems.append(f"the model reads batch keys that are the task's own: {', '.join(taken)}")
         if problems:
@@ -98,7 +104,7 @@ class TaskChain(Trainable):
     @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:
         """Those of the model, side by side with those of the reference model, and the loss of the task."""
-        *body, last = self.model.segments
+        *body, last = self.base.segments
         extra = (TASK,) if self.task.parameters else ()
         if self.reference is None:
             fn = _TaskHead(self.task, last.fn, tuple(range(len(last.paths))))  # type: ignore[arg-type]  # checked when made
@@ -117,15 +123,15 @@ class TaskChain(Trainable):
             name: torch.empty([self._width if axis == "embed" else 1 for axis in axes], dtype=self._dtype, device="meta")
             for name, axes in self.task.parameters.items()
         }
-        return self._joined(self.model.abstract_params, own, lambda model: model.abstract_params)
+        return self._joined(self.base.abstract_params, own, lambda model: model.abstract_params)
 
     @functools.cached_property
     def param_axes(self) -> Tree:
         """The logical axes of the parameters."""
-        return self._joined(self.model.param_axes, dict(self.task.parameters), lambda model: model.param_axes)
+        return self._joined(self.base.param_axes, dict(self.task.parameters), lambda model: model.param_axes)
 
     def _joined(self, base: Tree, own: Tree, of_model: Callable[[Trainable], Tree]) -> Tree:
-        copied = self.reference if not self.shared else None
+        copied = self.copied
         if not own and copied is None:
             return base
         others = {} if copied is None else {REFERENCE: of_model(copied)}
@@ -134,42 +140,41 @@ class TaskChain(Trainable):
     @property
     def _width(self) -> int:
         """The width of the model: the size of a dim that is called `embed`."""
-        axes = dict(tree.leaves_with_path(self.model.param_axes, is_leaf=is_axes))
-        leaves = tree.leaves_with_path(self.model.abstract_params)
+        axes = dict(tree.leaves_with_path(self.base.param_axes, is_leaf=is_axes))
+        leaves = tree.leaves_with_path(self.base.abstract_params)
         return next(leaf.shape[axes[path].index("embed")] for path, leaf in leaves if "embed" in axes[path])
 
     @property
     def _dtype(self) -> torch.dtype:
-        return next(leaf.dtype for leaf in tree.leaves(self.model.abstract_params) if leaf.is_floating_point())
+        return next(leaf.dtype for leaf in tree.leaves(self.base.abstract_params) if leaf.is_floating_point())
 
     @property
     def _wide(self) -> torch.dtype:
         """The dtype of losses: float32, or wider if a parameter is."""
-        floats = [leaf.dtype for leaf in tree.leaves(self.model.abstract_params) if leaf.is_floating_point()]
+        floats = [leaf.dtype for leaf in tree.leaves(self.base.abstract_params) if leaf.is_floating_point()]
         return functools.reduce(torch.promote_types, floats, torch.float32)
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Those of the model, and all of the reference model."""
-        if self.reference is None or self.shared:
-            return self.model.frozen
-        return self.model.frozen | {f"{REFERENCE}.{path}" for path in tree.paths(self.reference.abstract_params)}
-
-    @property
-    def updates(self) -> Mapping[str, Update]:
-        """Those of the model."""
-        return self.model.updates
+        """Those of the model, all of the reference model, and the output matrix if the task reads no logits."""
+        idle: set[str] = set()
+        if self.task.reads_hidden:
+            last = self.base.segments[-1]
+            idle = {f"{last.paths[0]}.{name}" for name in last.fn.only_logits}  # type: ignore[attr-defined]
+            idle &= set(tree.paths(self.base.abstract_params))
+        copied = () if self.copied is None else tree.paths(self.copied.abstract_params)
+        return self.base.frozen | idle | {f"{REFERENCE}.{path}" for path in copied}
 
     @property
     def batch_axes(self) -> dict[str, Axes]:
-        """The keys of the model, without weights of tokens, and those of the task."""
+        """The keys of the model, and those of the task."""
         own = {key: entry.axes for key, entry in self.task.entries.items()}
-        return {**self.model.batch_axes, **own}
+        return {**self.base.batch_axes, **own}
 
     def context(self, batch: dict[str, Tensor], row_length: int | None = None) -> Mapping[str, Tensor]:
         """What the model makes of its part of the batch, and the entries of the task as they are."""
         own = {key: batch[key] for key in self.task.entries if key in batch}
-        context = {**self.model.context({key: x for key, x in batch.items() if key not in own}, row_length), **own}
+        context = {**self.base.context({key: x for key, x in batch.items() if key not in own}, row_length), **own}
         if "weight" in context:  # by which side losses are multiplied, because they are divided by the weight of the chain
             context["weight"] = self.weight(batch)
         return context
@@ -179,73 +184,44 @@ class TaskChain(Trainable):
         return self.task.weight(batch).to(self._wide)
 
     @property
-    def forbids_microbatches(self) -> str | None:
-        """As the model says."""
-        return self.model.forbids_microbatches
-
-    @property
     def forbids_slices(self) -> str | None:
         """Rows stay whole, because the loss of an answer is a function of all its tokens."""
         return f"{type(self.task).__name__} compares answers, which are not cut."
 
     @property
-    def vocab_size(self) -> int:
-        """That of the model."""
-        return self.model.vocab_size
-
-    @property
-    def name(self) -> str:
-        """That of the model."""
-        return self.model.name
-
-    @property
-    def settings(self) -> object:
-        """Those of the model."""
-        return self.model.settings
-
-    @property
     def multiplications(self) -> tuple[float, float]:
         """Those of the model, and of the reference model, whose forward is a third of a step."""
-        weights, pairs = self.model.multiplications
+        weights, pairs = self.base.multiplications
         if self.reference is None:
             return weights, pairs
         more_weights, more_pairs = self.reference.multiplications
         return weights + more_weights / 3, pairs + more_pairs / 3
 
-    @property
-    def sequential(self) -> bool:
-        """As the model is."""
-        return self.model.sequential
+    def first_leaf(self, seed: int, path: str, slices: Sequence[slice] | None, read: Read) -> Tensor:
+        """A copy of the reference model begins as this does; parameters of the task are its own."""
+        top, _, inner = path.partition(".")
+        if top == REFERENCE and self.copied is not None:
+            return self.copied.first_leaf(seed, inner, slices, read)
+        own = top == TASK and self.task.parameters
+        return self.init_leaf(seed, path, slices) if own else self.base.first_leaf(seed, path, slices, read)
 
     @property
-    def max_positions(self) -> int | None:
-        """That of the model."""
-        return self.model.max_positions
-
-    @property
-    def hf_config(self) -> dict[str, object] | None:
-        """That of the model."""
-        return self.model.hf_config
-
-    @property
-    def plain(self) -> Trainable:
-        """That of the model."""
-        return self.model.plain
+    def copied(self) -> Trainable | None:
+        """The reference model, if it has parameters of its own."""
+        return None if self.shared else self.reference
 
     @property
     def parts(self) -> Mapping[str, Trainable]:
         """The model, and the reference model, which begins as the model does."""
-        if self.reference is None or self.shared:
-            return {"": self.model}
-        return {"": self.model, f"{REFERENCE}.": self.reference}
+        return {"": self.base} if self.copied is None else {"": self.base, f"{REFERENCE}.": self.copied}
 
     def init_leaf(self, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
         """The reference model begins as the same model; parameters of the task are zero."""
         top, _, inner = path.partition(".")
-        if top == REFERENCE and self.reference is not None and not self.shared:
-            return self.reference.init_leaf(seed, inner, slices)
+        if top == REFERENCE and self.copied is not None:
+            return self.copied.init_leaf(seed, inner, slices)
         if top == TASK and self.task.parameters:
             leaf = tree.get(self.abstract_params, path)
             bounds = zip(leaf.shape, slices or [slice(None)] * leaf.ndim, strict=True)
             return torch.zeros([len(range(size)[cut]) for size, cut in bounds], dtype=leaf.dtype)
-        return self.model.init_leaf(seed, path, slices)
+        return self.base.init_leaf(seed, path, slices)

@@ -10,6 +10,7 @@ from mpar.checkpoint import Json
 from mpar.models import Trainable
 from mpar.train._adapters import adapted
 from mpar.train._config import AdapterConfig, ModelConfig, PlainConfig, TrainConfig
+from mpar.train._quantised import quantised
 from mpar.train._setup import model_of
 
 __all__ = ["config_changes", "function_changes", "model_then"]
@@ -86,7 +87,10 @@ def model_then(config: Mapping[str, Json], hf_config: Mapping[str, Json] | None)
         else {field.name: _in_tuples(adapter[field.name]) for field in fields(AdapterConfig) if field.name in adapter}
     )
     made = _plain_model_then(group, hf_config)
-    return None if made is None else adapted(AdapterConfig(**chosen), made)
+    if made is None:
+        return None
+    known = {name: _in_tuples(group[name]) for name in ("quantise", "quantise_exclude") if name in group}
+    return quantised(ModelConfig(name="", seq_len=1, **known), adapted(AdapterConfig(**chosen), made))
 
 
 def _in_tuples(value: Json) -> Any:
@@ -96,7 +100,7 @@ def _in_tuples(value: Json) -> Any:
 def _plain_model_then(group: Mapping[str, Json], hf_config: Mapping[str, Json] | None) -> Trainable | None:
     known: dict[str, Any] = {field.name: group[field.name] for field in fields(ModelConfig) if field.name in group}
     raw = hf_config or known.get("config")
-    known |= {"ignore": tuple(known.get("ignore") or ())}
+    known |= {name: tuple(known.get(name) or ()) for name in ("ignore", "quantise_exclude")}
     if known.get("plugin") is not None:
         return model_of(ModelConfig(**known))
     return model_of(ModelConfig(**known | {"config": dict(raw), "path": None})) if raw else None

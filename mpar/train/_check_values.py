@@ -90,8 +90,6 @@ def _of_task(config: TrainConfig) -> Iterator[str]:
             "task.reference=columns with data.stream: log-probabilities are computed for all rows before the first step, and a "
             "stream has no end; use task.reference=frozen"
         )
-    if task.reference == "adapter":
-        yield "task.reference=adapter: there is no adapter; use task.reference=frozen or columns"
 
 
 def _of_rollouts(config: TrainConfig) -> Iterator[str]:

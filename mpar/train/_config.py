@@ -57,6 +57,13 @@ class ModelConfig:
         default=None,
         at_least=0,
     )
+    quantise: Literal["nf4", "int8"] | None = key(
+        "freeze linear layers and experts as codes of 4 or 8 bits, which are dequantised where they are used; null: none",
+        default=None,
+    )
+    quantise_exclude: tuple[str, ...] = key(
+        "ends of the names of matrices that are not quantised, such as [down_proj]", default=()
+    )
     router: dict[str, Any] | None = key(
         "options of expert routers: capacity_factor, padded, token_groups=[2,1] or group=rank, side losses, bias_rate",
         default=None,
@@ -142,8 +149,8 @@ class TaskConfig(RolloutKeys):
 
     kind: Literal["sft", "pt", "preference", "kto", "prompt"] = key(
         "rows of the data: sft: conversations, with labels on answers; pt: plain text, with labels on every token; preference: "
-        "pairs of a chosen and a rejected answer; kto: answers with a label; prompt: questions, which the model "
-        "answers as it is trained"
+        "pairs of a chosen and a rejected answer; kto: answers with a label; prompt: questions that the model answers as it is "
+        "trained"
     )
     learn: Literal["next_token", "dpo", "kto", "orpo", "cpo", "reward", "prm", "dft", "grpo"] = key(
         "what is learned from them; the keys from `loss` to `centre` are its options, null: its default",
@@ -161,7 +168,8 @@ class TaskConfig(RolloutKeys):
     )
     reference: Literal["frozen", "adapter", "columns", "none"] | None = key(
         "dpo, kto: the model that is compared with: `frozen`, a copy in the same program; `columns`: its log-probabilities, "
-        "computed once before the first step, and kept; `adapter`: the model without its adapter; none",
+        "computed once before the first step, and kept; `adapter`: the model without its adapter; none; null: adapter if there "
+        "is one, else frozen",
         default=None,
     )
     label_smoothing: float | None = key("dpo, cpo: the share of pairs that may be labelled wrongly", default=None, at_least=0)

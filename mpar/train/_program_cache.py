@@ -55,7 +55,8 @@ def program_key(setup: RunSetup, role: str) -> str:
     facts = {name: value for name, value in config.items() if name not in _NOT_COMPILED}
     facts["data"] = {name: config["data"][name] for name in _DATA_KEYS}
     facts["optimizer"] = {name: value for name, value in config["optimizer"].items() if name not in RATE_KEYS}
-    facts["task"] = {name: config["task"][name] for name in ("plugin", "options")}
+    of_tokens = config["task"]["learn"] == "next_token" and config["task"]["kind"] != "prompt"
+    facts["task"] = {name: value for name, value in config["task"].items() if name in ("plugin", "options") or not of_tokens}
     table, files = setup.config.schedule.table, {"model": json.dumps(setup.model.hf_config)}
     if table is not None:
         with suppress(Unreadable):  # the compiler says that it cannot read the table

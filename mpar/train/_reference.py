@@ -57,7 +57,7 @@ class Reference:
         """What they depend on besides parameters and data."""
         chain = self.setup.chain
         assert isinstance(chain, TaskChain)
-        return repr((chain.model.settings, getattr(chain.task, "ld_alpha", None), self.setup.config.precision.name))
+        return repr((chain.base.settings, getattr(chain.task, "ld_alpha", None), self.setup.config.precision.name))
 
 
 def with_reference(reference: Reference, data: RunData) -> RunData:
@@ -95,7 +95,7 @@ def _computed(reference: Reference, batches: DocumentBatches) -> NDArray[np.floa
     """(documents,): what the program gives, sequence by sequence."""
     program, setup, rank = reference.program, reference.setup, reference.rank
     assert isinstance(setup.chain, TaskChain)
-    chain = AnswerLogps(setup.chain.model, setup.chain.task)
+    chain = AnswerLogps(setup.chain.base, setup.chain.task)
     small = batches.in_order(batches.shape.batch_size // num_microbatches(setup.config))
     state: State = first_state(replace(setup, chain=chain), program, rank, reference.device, reference.init)
     run = program.bind(device=reference.device, counter=reference.watch, timeout_s=setup.config.timeout_s)

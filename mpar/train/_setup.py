@@ -14,13 +14,13 @@ from mpar.data import BatchShape, TokenWeights
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.kernels import Kernels, kernels_for
 from mpar.mesh import Mesh
-from mpar.models import DRAW, ModelOptions, Trainable
+from mpar.models import DRAW, QUANTISATION, ModelOptions, Trainable
 from mpar.optim import SGD, SOAP, AdamW, Lion, Muon, Optimizer, check_optimizer
 from mpar.program import Hardware
 from mpar.rollouts import RewardSpec, RolloutPlan
 from mpar.strategy import Strategy, preset
 from mpar.tasks import COLUMN, TaskChain
-from mpar.train._adapters import adapted, with_rates
+from mpar.train._adapters import adapted, adapted_part, with_rates
 from mpar.train._config import (
     FreezeConfig,
     HardwareConfig,
@@ -33,6 +33,7 @@ from mpar.train._config import (
 )
 from mpar.train._learning_rate import make_learning_rate
 from mpar.train._plug_ins import plug_in_of
+from mpar.train._quantised import quantised
 from mpar.train._sizes import batch_size, seq_len
 from mpar.train._tasks import make_task
 
@@ -78,7 +79,7 @@ def make_setup(config: TrainConfig) -> RunSetup:
     Raises an MparError if mesh, strategy, model or kernels are impossible.
     """
     mesh, strategy = make_mesh(config.mesh), make_strategy(config.strategy, config.mesh)
-    model = adapted(config.adapter, _model(config.model, mesh, strategy))
+    model = quantised(config.model, adapted(config.adapter, _model(config.model, mesh, strategy)))
     chain = chain_of(config, _frozen(config.freeze, model))
     return RunSetup(config, mesh, strategy, model, chain, make_hardware(config.hardware), _kernels(config))
 
@@ -123,8 +124,8 @@ def _model(group: ModelConfig, mesh: Mesh, strategy: Strategy) -> Trainable:
 
 
 def trained_model(config: TrainConfig) -> Trainable:
-    """The model of a run with its adapters, on a mesh that does not divide the tokens of its routers."""
-    return adapted(config.adapter, model_of(config.model))
+    """The model of a run with its adapters, perhaps quantised, on a mesh that does not divide the tokens of its routers."""
+    return quantised(config.model, adapted(config.adapter, model_of(config.model)))
 
 
 def model_of(group: ModelConfig) -> Trainable:
@@ -153,7 +154,7 @@ def _model_of(group: ModelConfig, router: Mapping[str, object] | None) -> Traina
     assert source is not None
     options = ModelOptions(
         dtype=torch.float32,
-        ignore=group.ignore,
+        ignore=group.ignore if group.quantise is None else (*group.ignore, QUANTISATION),
         vocab_multiple=group.vocab_multiple,
         logits_chunk=group.logits_chunk,
         mlp_chunk=group.mlp_chunk,
@@ -178,7 +179,7 @@ def chain_of(config: TrainConfig, model: Trainable) -> Chain:
         task = make_task(config.task)
         if task is None:
             return model
-        chain: Chain = TaskChain(model, task, model if task.compares else None)
+        chain: Chain = TaskChain(model, task, *(_reference(config.task, model) if task.compares else ()))
         check_chain(chain, trains=True)
         return chain
     made = plug_in.call(model)
@@ -202,6 +203,24 @@ def chain_of(config: TrainConfig, model: Trainable) -> Chain:
             f"{', '.join(unfrozen[:4])}\nIts `frozen` must have those of the model that it is given."
         )
     return chain
+
+
+def _reference(config: TaskConfig, model: Trainable) -> tuple[Trainable, bool]:
+    """The model that is compared with in the same program, and whether it reads the parameters of `model`. Raises ConfigError."""
+    adapted = adapted_part(model)
+    if config.reference == "adapter" and adapted is None:
+        raise ConfigError("cannot use task.reference=adapter: there is no adapter. Use task.reference=frozen or columns.")
+    if config.reference == "frozen" and adapted is not None:
+        raise ConfigError(
+            "cannot use task.reference=frozen with an adapter, without which the model is what it was: use "
+            "task.reference=adapter, or columns, if training begins with an adapter that was trained before."
+        )
+    if adapted is not None and any(lora.init in ("pissa", "olora") for _, lora in adapted.adapters):
+        raise ConfigError(
+            "cannot compare with the model without its adapter: adapter.init=pissa and olora take the adapter out of the "
+            "weights, which are then no longer those of the model.\nUse task.reference=columns, or another init."
+        )
+    return (model, False) if adapted is None else (adapted.base, True)
 
 
 def _shapes(chain: Chain) -> dict[str, tuple[int, ...]]:

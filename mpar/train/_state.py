@@ -16,11 +16,13 @@ from mpar.errors import CheckpointError
 from mpar.mesh import Mesh
 from mpar.models import DecoderParams, HfReader, Model, Read, Trainable, shard_slices
 from mpar.program import Leaf, Program, State
+from mpar.quantised import QuantisedReader, is_quantised_folder
 from mpar.spec import local_shape
 from mpar.tasks import BESIDE_MODEL
 from mpar.train._config import PlainConfig, ResumeConfig
 from mpar.train._data_items import unlike_data
 from mpar.train._health import Health, Seen
+from mpar.train._quantised import quantised_part
 
 __all__ = [
     "PARAMS",
@@ -169,7 +171,7 @@ def fresh_state(
 @contextmanager
 def _source(model: Trainable, seed: int, source: str | None, *, check: bool) -> Iterator[Read]:
     """What gives the leaves of the model without adapters. check: whether a checkpoint must have these and no others."""
-    plain = model.plain
+    plain, made = model.plain, quantised_part(model.parts[""])
     if source is None:
         yield lambda path, slices: plain.init_leaf(seed, path, slices)
     elif is_checkpoint(Path(source)):
@@ -177,6 +179,9 @@ def _source(model: Trainable, seed: int, source: str | None, *, check: bool) -> 
             if check:
                 _check_params(plain, saved)
             yield lambda path, slices: _part(saved.read(PARAMS + path), slices)
+    elif made is not None and is_quantised_folder(source):
+        with QuantisedReader(made, source) as parts:
+            yield parts
     else:
         with HfReader(_exportable(plain, source), source) as folder:
             yield folder.read_leaf
@@ -222,6 +227,8 @@ def load_state(
             f"cannot go on from {path}: it has parameters only, since it was saved with checkpoint.optimizer_state=false.\n"
             "To go on with a fresh optimizer: resume=weights. To begin a new run with them: init_from= and a new run_dir."
         )
+    if params_only:
+        others |= {name for name in checkpoint.names(path) if name.removeprefix(PARAMS).startswith(BESIDE_MODEL)} - wanted.keys()
     elsewhere = {leaf.path for leaf in program.state_in} - wanted.keys() | (others if params_only else set())
     loaded = checkpoint.load(path, wanted, program.mesh, rank, elsewhere=elsewhere)
     progress = Progress.from_extras(checkpoint.read_extras(path), path)
@@ -280,12 +287,9 @@ def open_params(model: Trainable, path: Path) -> Iterator[Callable[[str], Tensor
 def _check_params(model: Trainable, reader: checkpoint.Reader) -> None:
     leaves = tree.leaves_with_path(model.abstract_params)
     expected = {PARAMS + name: (tuple(leaf.shape), leaf.dtype) for name, leaf in leaves}
-    beside = tuple(PARAMS + beginning for beginning in BESIDE_MODEL)
-    found = {
-        name: (x.shape, x.dtype)
-        for name, x in reader.tensors.items()
-        if name.startswith(PARAMS) and not name.startswith(beside)
-    }
+    beside = tuple(PARAMS + root for root in BESIDE_MODEL)
+    tensors = {name: x for name, x in reader.tensors.items() if name.startswith(PARAMS) and not name.startswith(beside)}
+    found = {name: (x.shape, x.dtype) for name, x in tensors.items()}
     problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
     problems += [f"unexpected: {name}" for name in sorted(found.keys() - expected.keys())]
     problems += [

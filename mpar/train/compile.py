@@ -95,7 +95,7 @@ def compile_reference(setup: RunSetup) -> Program:
     count = num_microbatches(config)
     small = {key: ((rows // count, length), dtype) for key, ((rows, length), dtype) in shapes.items() if key != "reference_logps"}
     return compile_forward(
-        AnswerLogps(chain.model, chain.task),
+        AnswerLogps(chain.base, chain.task),
         setup.mesh,
         setup.strategy,
         small,

@@ -20,10 +20,12 @@ from mpar.infer import Assistant, Sampling, Sizes, end_ids
 from mpar.infer.compile import make_runner, num_groups
 from mpar.mesh import Mesh
 from mpar.models import HfReader, Model, Trainable
+from mpar.quantised import is_quantised_folder
 from mpar.strategy import Strategy
 from mpar.train._adapters import adapted_part
 from mpar.train._changes import function_changes, model_then
 from mpar.train._config import ModelConfig, TrainConfig
+from mpar.train._quantised import dequantised
 from mpar.train._setup import model_of, trained_model
 from mpar.train._state import Progress, checkpoint_in, open_params
 
@@ -129,7 +131,7 @@ def _delete(path: Path) -> None:
 class _Leaves:
     """The parameters in a checkpoint, read one after the other as often as is asked for, while their bytes are counted.
 
-    Adapters are added to the weights.
+    Adapters are added to the weights; quantised ones are dequantised before.
     """
 
     def __init__(
@@ -141,7 +143,8 @@ class _Leaves:
     def read(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter with its path."""
         adapted = adapted_part(self._trained)
-        with open_params(self._trained, self._checkpoint) as read:
+        with open_params(self._trained, self._checkpoint) as read_leaf:
+            read = dequantised(self._trained, read_leaf)
             for path in tree.paths(self._model.abstract_params):
                 item = path, read(path) if adapted is None else merged_leaf(adapted, path, read)
                 self._done += item[1].nbytes
@@ -187,7 +190,7 @@ def _dtypes(config: TrainConfig, model: Model, dtype: str) -> dict[str, torch.dt
     source = None if config.model.random_init else config.model.path
     if config.init_from is not None and checkpoint_in(Path(config.init_from)) is None:
         source = config.init_from
-    if source is None or not Path(source).is_dir():
+    if source is None or not Path(source).is_dir() or is_quantised_folder(source):
         named = model.hf_config.get("dtype", model.hf_config.get("torch_dtype")) if source is not None else None
         return dict.fromkeys(names, getattr(torch, named) if named in DTYPES else torch.float32)
     with HfReader(model, source) as reader:

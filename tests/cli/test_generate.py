@@ -61,6 +61,19 @@ def test_lines_of_text_are_continued_verbatim(capsys, folder, tmp_path):
     assert (code, said.splitlines()) == (0, expected)
 
 
+def test_answers_by_a_schema(capsys, folder, tmp_path):
+    """They are JSON as the file says; one that is no JSON, and one that cannot be used, are refused."""
+    (tmp_path / "schema.json").write_text('{"enum": ["yes", "no"]}')
+    code, said, _ = ask(capsys, folder, "prompt=hi", f"schema={tmp_path}/schema.json", "max_new_tokens=9")
+    assert code == 0 and json.loads(said) in ("yes", "no")
+    (tmp_path / "schema.json").write_text('{"type": "strange"}')
+    code, _, noted = ask(capsys, folder, "prompt=hi", f"schema={tmp_path}/schema.json")
+    assert code != 0 and "Invalid type: strange" in noted
+    (tmp_path / "schema.json").write_text("{")
+    code, _, noted = ask(capsys, folder, "prompt=hi", f"schema={tmp_path}/schema.json")
+    assert code != 0 and f"cannot read the schema {tmp_path}/schema.json" in noted
+
+
 def test_a_conversation_on_the_terminal(capsys, folder, monkeypatch):
     """The second question is asked after the first and its answer; after /new the first is asked as before."""
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n/new\none\n\nignored\n"))

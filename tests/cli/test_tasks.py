@@ -40,6 +40,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     assert "accuracy" in done.stderr
     assert "rewards/accuracies" in done.stdout
+    last = read_metrics(folder / "run" / "metrics.jsonl")[-1]
+    assert last["eval_rewards/accuracies"] > 0.9
+    assert last["eval_rewards/margins"] > 0.5
     return folder / "run"
 
 
@@ -97,6 +100,15 @@ def test_other_tasks(task, rows, mpar, tmp_path):
     assert done.returncode == 0, done.stderr
     losses = [record["loss"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.gloo
+def test_a_model_of_rewards_tells_held_out_pairs_apart(mpar, tmp_path):
+    """After ten steps from fresh parameters, on pairs that it has not seen."""
+    how = ["mesh=one", "strategy=ddp", "steps=10", "evaluation={fraction: 0.2}", "run_dir=run"]
+    done = mpar("train", "task=reward", *SHORT, *how)
+    assert done.returncode == 0, done.stderr
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["eval_rewards/accuracies"] > 0.9
 
 
 REFUSED = {

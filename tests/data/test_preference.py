@@ -122,12 +122,12 @@ def test_answers_with_a_label(byte_tokenizer, write_rows):
 
 
 def test_no_task_trains_on_them(write_rows, tmp_path, capsys):
-    """`mpar data` reads them; `mpar train` refuses them, and says what can be done, whether the task is named or not."""
+    """`mpar data` reads them; `mpar train` refuses them without a task that learns from them, and says what can be done."""
     path = write_rows(*PAIRS["chosen/rejected"])
     words = ["data=jsonl", f"data.sources=[{path}]", "data.seq_len=64"]
     assert main.main(["data", "show", *words, "task.kind=preference"]) == 0
     assert ":1 rejected" in capsys.readouterr().out
     assert main.main(["train", *words, "task.kind=preference", "mesh=one", "strategy=ddp"]) != 0
-    assert "no task learns from them yet" in capsys.readouterr().err
+    assert "task.learn=next_token, which learns from sft or pt" in capsys.readouterr().err
     assert main.main(["train", *words, "mesh=one", "strategy=ddp", f"run_dir={tmp_path}/run"]) != 0
     assert "task.kind=preference reads it" in capsys.readouterr().err

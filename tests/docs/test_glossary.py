@@ -14,10 +14,12 @@ pytestmark = pytest.mark.cases(EVERY_CASE)
 
 GLOSSARY = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text(encoding="utf-8")
 ONE_MEANING = {
-    "step": "mpar/(program|train|data|checkpoint|optim|optimizer|forecast|proof|cli|infer|serve)|mpar/ops/(_adamw|_eigenbasis)",
+    "step": "mpar/(program|train|data|checkpoint|optim|optimizer|forecast|proof|cli|infer|serve|rollouts)"
+    "|mpar/ops/(_adamw|_eigenbasis)|mpar/models/layers/_drop",
     "schedule": "mpar/(schedules|compiler|ir|program|train|cli)",
     "pass": "mpar/(compiler|sharding)",
-    "position": "mpar/(schedules|compiler|ir|program|proof|forecast|runtime)|mpar/(ops|models|data|arrange|sharding)",
+    "position": "mpar/(schedules|compiler|ir|program|proof|forecast|runtime)"
+    "|mpar/(ops|models|data|arrange|sharding|rollouts|tasks)",
     "stage": "mpar/(schedules|compiler|ir|program|proof|forecast|cli|checkpoint)",
     "piece": "mpar/(compiler|ir|proof|runtime|program|data|sharding)",
     "microbatch": "mpar/(schedules|compiler|ir|program|proof|runtime|train|cli|forecast)|mpar/(chain|models)",

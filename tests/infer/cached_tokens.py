@@ -1,6 +1,7 @@
 """A runner without a model: its pages hold tokens, and what comes next is a hash of all tokens that a row can see there."""
 
 import hashlib
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,7 @@ VOCABULARY = 50
 
 def next_token(tokens: list[int]) -> int:
     """What comes behind these tokens."""
-    return hashlib.blake2b(bytes(tokens), digest_size=1).digest()[0] % VOCABULARY
+    return hashlib.blake2b(array("H", tokens).tobytes(), digest_size=1).digest()[0] % VOCABULARY
 
 
 class CachedTokens:

@@ -15,6 +15,3 @@ class SimulatedRunner(ProgramRunner):
 
     def _first_state(self, program, params):
         return program.init_state(dataclasses.replace(params, mtp=None))
-
-    def _part(self, program, batch):
-        return batch

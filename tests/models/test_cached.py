@@ -21,6 +21,7 @@ MESHES = {
     "tp_over_kv_heads": ({"tp": 4}, "tp_sp", {}),
     "pp_tp": ({"pp": 2, "tp": 2}, "tp", {}),
     "cp": ({"cp": 2}, "ddp", {}),
+    "cp_tp": ({"cp": 2, "tp": 2}, "tp_sp", {}),
     "zero3": ({"fsdp": 2}, "zero3", {"groups": 2}),
     "groups": ({"pp": 2, "dp": 2}, "ddp", {"groups": 2}),
     "ep": ({"tp": 2}, "tp", {"expert_parallel": 2}),
@@ -30,6 +31,7 @@ VARIANTS_RUN = [*KINDS, "gemma2_caps"]
 CASES = [
     *((kind, "pp_tp") for kind in VARIANTS_RUN),
     *(("llama", mesh) for mesh in MESHES if mesh not in ("pp_tp", "ep", "ep_groups")),
+    *((kind, "cp") for kind in ("gemma2_caps", "gpt_oss", "deepseek_v2", "mamba2")),
     ("deepseek_v2", "tp_over_kv_heads"),
     ("mamba2", "groups"),
     *(("qwen3_moe", mesh) for mesh in ("one", "ep", "ep_groups")),
@@ -87,7 +89,7 @@ def test_decoding_equals_the_whole_forward(variant, mesh):
 
 
 def test_where_the_cache_lies():
-    """Kv heads are sharded over tp, layers live with their stage, and each part prints that it writes its caches in place."""
+    """Kv heads are sharded over tp, pages over cp, layers live with their stage; each part prints that it writes in place."""
     program = compile_decode(_model("llama"), Mesh(pp=2, tp=2), "tp", SIZES)
     for position, part in enumerate(program.parts):
         kept = {leaf.path: leaf for leaf in part.state_in if leaf.path.startswith("state.")}
@@ -95,10 +97,13 @@ def test_where_the_cache_lies():
         for leaf in kept.values():
             assert leaf.shape == (1, 80, 2, 8) and program.values[leaf.value].shape == (1, 80, 1, 8)
     assert "state.layers.0.k_BPKH', state.layers.0.v_BPKH' = forward layers.0" in program.text()
+    program = compile_decode(_model("llama"), Mesh(cp=2), "ddp", SIZES)
+    kept = [leaf for leaf in program.parts[0].state_in if leaf.path.startswith("state.")]
+    assert {program.values[leaf.value].shape for leaf in kept} == {(1, 40, 2, 8)}
 
 
 def test_models_that_are_refused():
-    """RoPE that turns earlier tokens, too few learned positions; sizes that are none."""
+    """RoPE that turns earlier tokens, too few learned positions; sizes that are none, or that ranks cannot divide."""
     for variant, why in (
         ("llama_dynamic_long", "its RoPE turns earlier tokens anew"),
         ("gpt2", "it has learned 64 positions, which do not reach the last of 20 pages of 4"),
@@ -107,5 +112,7 @@ def test_models_that_are_refused():
             models.with_cache(_model(variant), replace(SIZES, pages_per_row=20))
     with pytest.raises(ConfigError, match=r"rows=0 must be a positive int\n.*page_size=1.5"):
         replace(SIZES, rows=0, page_size=1.5)
+    with pytest.raises(ConfigError, match=r"a cache of 21 pages among 2 ranks(.|\n)*Use 22 pages"):
+        compile_decode(_model("llama"), Mesh(cp=2), "ddp", replace(SIZES, num_pages=21))
     with pytest.raises(ConfigError, match="page 0 is for padding"):
         replace(SIZES, num_pages=1)

@@ -6,7 +6,12 @@ import torch
 from mpar import Mesh, P, jit, ops, testing, value_and_grad
 from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.ops._cross_entropy import cross_entropy_p
-from mpar.ops._linear_cross_entropy import linear_cross_entropy_grad_p, linear_cross_entropy_p
+from mpar.ops._linear_cross_entropy import (
+    linear_cross_entropy_grad_p,
+    linear_cross_entropy_p,
+    linear_cross_entropy_x_bwd_p,
+    linear_cross_entropy_x_grad_p,
+)
 
 LABELS = torch.tensor([[0, 3, -100, 6, 9], [2, 8, 5, -100, 4]])
 KNOWN = LABELS != -100
@@ -144,6 +149,10 @@ def test_one_pass_gives_the_bits_of_two(chunk, dtype, make_tensor):
     expected = (loss, lse, *linear_cross_entropy_p.bwd.bind(x, head, LABELS, lse, dloss, None, **params))
     for actual, wanted in zip(linear_cross_entropy_grad_p.bind(x, head, LABELS, dloss, **params), expected, strict=True):
         assert torch.equal(actual, wanted)
+    for actual, wanted in zip(linear_cross_entropy_x_grad_p.bind(x, head, LABELS, dloss, **params), expected[:3], strict=True):
+        assert torch.equal(actual, wanted)
+    dx = linear_cross_entropy_x_bwd_p.bind(x, head, LABELS, lse, dloss, None, **params)
+    assert torch.equal(dx, expected[2])
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 10, 1024])
@@ -198,6 +207,9 @@ def test_linear_vocabulary_parallel_equals_whole(num_ranks, smoothing, make_tens
     assert collectives == []
     expected = linear_cross_entropy_p.bwd.bind(x, head, *operands, **params)
     testing.assert_close(dx[0], expected[0], name="dx")
+    (alone,), collectives = run_sharded(linear_cross_entropy_x_bwd_p, "v", extents, x, shards, *operands, **params)
+    assert collectives == []
+    testing.assert_close(alone[0], expected[0], name="dx alone")
     testing.assert_close(torch.cat(list(dhead), 1), expected[1], name="dhead")
 
 

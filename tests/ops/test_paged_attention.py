@@ -57,16 +57,17 @@ def test_a_token_alone_has_the_same_bits(make_tensor):
 
 
 def test_sharding_rules_hold(make_tensor):
-    """Groups, tokens and heads of attention, groups and heads of writes may be sharded: simulated ranks give the same."""
+    """Groups, tokens, heads and pages of attention, groups, heads and places of writes may be sharded: ranks give the same."""
     B, T, rows = 4, 4, torch.arange(4).expand(4, 4)
     q, k, v = make_tensor((B, T, 8, 4), torch.float64), *(make_tensor((B, 16, 4, 4), torch.float64) for _ in range(2))
     pages, positions = torch.randint(4, (B, T, 4)), torch.randint(16, (B, T))
-    params = {"page_size": 4, "window": None, "scale": 0.5, "soft_cap": None}
+    params = {"shard": False, "page_size": 4, "window": None, "scale": 0.5, "soft_cap": None}
     operands = (q, k, v, rows, positions, pages, make_tensor((8,), torch.float64))
-    assert set("btk") <= set(check(PRIMITIVES["paged_attention"], operands, params))
+    assert set("btkp") <= set(check(PRIMITIVES["paged_attention"], operands, params))
     places = torch.stack([torch.randperm(16)[:T] for _ in range(B)])
     for name in ("write_rows", "write_rows_over"):
-        assert set("bkh") <= set(check(PRIMITIVES[name], (k, make_tensor((B, T, 4, 4), torch.float64), places)))
+        operands = (k, make_tensor((B, T, 4, 4), torch.float64), places)
+        assert set("bkhp") <= set(check(PRIMITIVES[name], operands, {"shard": False}))
 
 
 def test_writes_rows(make_tensor):

@@ -97,6 +97,10 @@ def _calls(x):
         *_linear_cross_entropy.linear_cross_entropy_grad_p.bind(
             hidden.detach(), head.detach(), LABELS, torch.ones(2, 3), **params, chunk=4
         ),
+        ops.linear_cross_entropy(hidden, head.detach(), LABELS)[0],
+        *_linear_cross_entropy.linear_cross_entropy_x_grad_p.bind(
+            hidden.detach(), head.detach(), LABELS, torch.ones(2, 3), **params, chunk=4
+        ),
         ops.random_uniform((1, 2), (3, 5)),
         ops.random_normal((1, 2), (3, 5), starts=(1, 3)),
         ops.dropout(x(2, 3), 0.5, ops.fold_key(0)),
@@ -141,7 +145,7 @@ def _paged(x):
     where = torch.zeros(1, 3).long(), torch.arange(3)[None], torch.ones(1, 1, 2).long()
     return [
         ops.write_rows(pool, rows, places),
-        PRIMITIVES["write_rows_over"].bind(pool.clone(), rows, places),
+        PRIMITIVES["write_rows_over"].bind(pool.clone(), rows, places, shard=False),
         ops.overwrite(rows.clone(), rows),
         *ops.conv_by_rows(*(x(*shape).detach() for shape in ((1, 3, 6), (6, 4), (6,), (1, 2, 3, 6))), *where[:2]),
         *ops.scan_by_rows(*(x(*shape).detach() for shape in SCAN), *where[:2], chunk=2),

@@ -63,10 +63,11 @@ class Problem:
         seed: int = 5,
         mtp_loss_weight: float | None = None,
         dropout: float | None = None,
+        logits_chunk: int | None = None,
         adapt: Callable[[Model], Any] = lambda model: model,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        options = {"router": router, "mtp_loss_weight": mtp_loss_weight, "dropout": dropout}
+        options = {"router": router, "mtp_loss_weight": mtp_loss_weight, "dropout": dropout, "logits_chunk": logits_chunk}
         self.model = adapt(models.from_config(config, dtype=torch.float64, vocab_multiple=8, **options))
         self.params = tree.map_leaves(
             lambda leaf: 0.3 * torch.randn(leaf.shape, generator=generator, dtype=torch.float64) + (leaf.ndim == 1),

@@ -44,6 +44,7 @@ def problem(model: str, mask: str, packed: bool = False) -> Problem:
 def compiled(found: Problem, mesh: Mesh, strategy: str, schedule: Schedule | str | None = None, **options) -> Program:
     return compile_step(found.model, Recorder(), mesh, strategy, found.shapes, num_microbatches=4, schedule=schedule, **options)
 
+COMPUTED = ("forward", "backward", "backward_input", "backward_weight")
 
 CASES = [
     ("llama", Mesh(dp=4), "ddp", None, {}),
@@ -217,6 +218,26 @@ def test_backward_of_frozen_layers_makes_no_gradients_of_weights():
     leaves = dict(tree.leaves_with_path(found.model.abstract_params))
     matrices = sum(leaf.numel() for path, leaf in leaves.items() if leaf.ndim > 1 and path in found.model.frozen)
     assert before - after == 2 * math.prod(SHAPE) * matrices
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "schedule"),
+    [(Mesh(dp=2), "ddp", None), (Mesh(tp=2), "tp_sp", None), (Mesh(pp=2), "ddp", "zb1p")],
+    ids=str,
+)
+def test_a_loss_in_chunks_makes_no_gradient_of_a_frozen_head(mesh, strategy, schedule):
+    """The step is exact, and the FLOPs of the last segment lack the product that gives the gradient of the head."""
+    whole = Problem(MODELS["llama"], SHAPE, num_microbatches=4, logits_chunk=8)
+    part = whole.freeze(names=["lm_head"])
+    programs = [compiled(found, mesh, strategy, schedule) for found in (whole, part)]
+    part.check(programs[1])
+    of_head = [
+        sum(program.kinds[i.kind].flops for i in program.instructions if i.segment == "head" and i.op in COMPUTED)
+        for program in programs
+    ]
+    ranks = 2 if "pp" not in mesh.axes or mesh.axis_size("pp") == 1 else 1
+    head = tree.get(whole.model.abstract_params, "head.head_DV").numel()
+    assert of_head[0] - of_head[1] == 2 * math.prod(SHAPE) * head // ranks
 
 
 def test_stored_as_computed_and_equal_in_bits():

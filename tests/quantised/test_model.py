@@ -66,6 +66,8 @@ def test_parts_have_the_axes_of_the_weight():
     attention = quantised.abstract_params.layers[0].attention
     axes = quantised.param_axes.layers[0].attention
     assert tuple(attention.q_DNH.codes.shape) == (4, 32, 64) and axes.q_DNH.codes == ("heads", "head", "embed")
+    assert axes.q_DNH.absmax == ("heads", "head", None)  # two blocks along embed are too few for many ranks
+    assert quantise(models.from_config({**LLAMA, "hidden_size": 1024})).param_axes.layers[0].mlp.up_DF.absmax == ("mlp", "embed")
     assert tuple(attention.o_NHD.absmax.shape) == (128, 2) and axes.o_NHD.absmax == ("embed", "heads")
     assert axes.o_NHD.nested == (None,) and axes.o_NHD.offset == ()
     whole: Int8[Axes] = quantise(models.from_config(LLAMA), "int8").param_axes.layers[0].attention.o_NHD

@@ -107,7 +107,7 @@ def test_int8_is_exact(place):
 
 def test_gathers_are_of_bytes():
     """Under ZeRO-3 a rank gives its half of the codes, 4.125 bits of a weight, where a weight of bfloat16 would be 16."""
-    config = {**LLAMA, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
+    config = {**LLAMA, "hidden_size": 1024, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 4}
     base = adapters.add(from_config(config, vocab_multiple=8), LoRA(rank=4))
     model = quantise(base)
     num_weights = sum(math.prod(layout.shape) for layout in model.layouts.values())

@@ -24,7 +24,7 @@ WRONG = {
     "ignore_eos": [1, "x"],
     "min_tokens": [-1, 1.5],
     "model": ["other", 3, ["tiny"]],
-    "response_format": [{"type": "json_object"}],
+    "response_format": [3, {}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": 3}}],
     "best_of": [3],
     "suffix": ["x"],
     "audio": [{"voice": "x"}],

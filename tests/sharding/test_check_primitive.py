@@ -85,6 +85,8 @@ def losses():
         ops.linear_cross_entropy(hidden, head, labels),
         _linear_cross_entropy.linear_cross_entropy_stats_p.bind(*chunked, **PARAMS, chunk=4),
         _linear_cross_entropy.linear_cross_entropy_grad_p.bind(*chunked, weights, **PARAMS, chunk=4),
+        ops.linear_cross_entropy(hidden, head.detach(), labels),
+        _linear_cross_entropy.linear_cross_entropy_x_grad_p.bind(*chunked, weights, **PARAMS, chunk=4),
     ]
 
 
@@ -168,7 +170,7 @@ def cached():
     few = [x[:, :, :2] if i in (3, 4) else x for i, x in enumerate(scanned)]
     return [
         ops.write_rows(pool, new, places),
-        PRIMITIVES["write_rows_over"].bind(pool.clone(), new, places),
+        PRIMITIVES["write_rows_over"].bind(pool.clone(), new, places, shard=False),
         ops.overwrite(new.clone(), new),
         *ops.conv_by_rows(*(draw(*shape).detach() for shape in ((4, 4, 8), (8, 4), (8,), (4, 2, 3, 8))), rows, order),
         *ops.scan_by_rows(*scanned, rows, order, chunk=2),

@@ -1,12 +1,13 @@
 """Whole steps of a tiny model with a task: what they must give, by torch.autograd through the segments on one rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from mpar import models, testing, tree
 from mpar.chain import Segment
+from mpar.models import Trainable
 from mpar.program import Program, State
 from mpar.tasks import MEAN, Task, TaskChain
 from tests.program.oracle import BASE, VOCAB, Recorder
@@ -43,7 +44,11 @@ def answers_batch(lengths: Sequence[Sequence[int]] = LENGTHS, seq_len: int = 16,
 
 
 class Problem:
-    """A chain with a task, parameters, a batch, and loss, gradients and metrics on one rank, in equal microbatches."""
+    """A chain with a task, parameters, a batch, and loss, gradients and metrics on one rank, in equal microbatches.
+
+    adapt: makes the policy of the model, which is then the reference without a copy. zeros: how the paths of parameters end that
+    are zero.
+    """
 
     def __init__(
         self,
@@ -54,14 +59,22 @@ class Problem:
         num_microbatches: int = 1,
         logits_chunk: int | None = None,
         batch: Mapping[str, Tensor] | None = None,
+        adapt: Callable[[Trainable], Trainable] | None = None,
+        zeros: str | None = None,
     ) -> None:
         self.model = models.from_config(config, dtype=torch.float64, vocab_multiple=8, logits_chunk=logits_chunk)
-        self.chain = TaskChain(self.model, task, self.model if reference else None)
+        if adapt is None:
+            self.chain = TaskChain(self.model, task, self.model if reference else None)
+        else:
+            self.chain = TaskChain(adapt(self.model), task, self.model, shared=True)
         generator = torch.Generator().manual_seed(5)
         self.params = tree.map_leaves(
             lambda leaf: 0.3 * torch.randn(leaf.shape, generator=generator, dtype=torch.float64) + (leaf.ndim == 1),
             self.chain.abstract_params,
         )
+        for path in tree.paths(self.params):
+            if zeros is not None and path.endswith(zeros):
+                self.params = tree.replace(self.params, path, torch.zeros_like(tree.get(self.params, path)))
         full = dict(batch or answers_batch())
         self.batch = {key: full[key] for key in full if key in self.chain.batch_axes}
         self.num_microbatches = num_microbatches

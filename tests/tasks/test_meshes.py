@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpar import Mesh, testing
+from mpar import Mesh, adapters, testing
 from mpar.compiler import Schedule
 from mpar.program.compile import compile_forward, compile_step
 from mpar.strategy import preset
@@ -105,3 +105,16 @@ def test_log_probabilities_of_answers(place):
     for segment in chain.segments:
         x, _ = segment.fn(problem.reads(segment), x, context, training=False)
     testing.assert_close(results["logps"], x["logps"], name="logps")
+
+
+@pytest.mark.parametrize("place", ["zero3", "tp of a shared stream", "zero bubble"])
+def test_the_model_without_its_adapter_is_the_reference(place):
+    """Both read the same weights; where B is zero they agree, and only the adapter has gradients."""
+    mesh, strategy, schedule = PLACES[place]
+    adapt = lambda model: adapters.add(model, adapters.LoRA(rank=2, alpha=4))  # noqa: E731
+    problem = Problem(Dpo(), adapt=adapt, num_microbatches=2 if schedule else 1)
+    assert set(problem.grads) == {path for path in problem.grads if path.startswith("adapters.")}
+    assert problem.metrics["head.rewards/margins.mean"][0] != 0
+    problem.check(compiled(problem, mesh, strategy, schedule))
+    fresh = Problem(Dpo(), adapt=adapt, zeros=".b")
+    assert fresh.metrics["head.rewards/margins.mean"][0] == 0

@@ -31,6 +31,7 @@ API = {
     "Optimizers": ("mpar.optimizer", "mpar.optim"),
     "Schedules": ("mpar.schedules",),
     "Data, checkpoints, generation": ("mpar.data", "mpar.checkpoint", "mpar.infer"),
+    "Tasks and rollouts": ("mpar.tasks", "mpar.rollouts"),
     "Errors": ("mpar.errors",),
 }
 

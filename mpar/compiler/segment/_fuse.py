@@ -21,7 +21,11 @@ __all__ = ["fuse"]
 rms_norm_p, add_rms_norm_p, add_rms_norm_bwd_p = (PRIMITIVES[name] for name in ("rms_norm", "add_rms_norm", "add_rms_norm_bwd"))
 layer_norm_p, add_layer_norm_p = PRIMITIVES["layer_norm"], PRIMITIVES["add_layer_norm"]
 add_layer_norm_bwd_p = PRIMITIVES["add_layer_norm_bwd"]
-loss_p, linear_cross_entropy_grad_p = PRIMITIVES["linear_cross_entropy"], PRIMITIVES["linear_cross_entropy_grad"]
+loss_p = PRIMITIVES["linear_cross_entropy"]
+LOSS_GRADIENTS = {
+    PRIMITIVES[f"linear_cross_entropy{which}_bwd"]: PRIMITIVES[f"linear_cross_entropy{which}_grad"] for which in ("", "_x")
+}
+"""By the gradient of a loss: what gives the loss too. `_x`: without the gradient of a head that is frozen."""
 rope_p, rope_many_p = PRIMITIVES["rope"], PRIMITIVES["rope_many"]
 NORMS = {rms_norm_p: add_rms_norm_p, layer_norm_p: add_layer_norm_p}
 NORM_GRADIENTS = {rms_norm_p.bwd: add_rms_norm_bwd_p, layer_norm_p.bwd: add_layer_norm_bwd_p}
@@ -33,7 +37,7 @@ def fuse(graph: fx.Graph, kernels: Kernels) -> dict[str, int]:
         "norms_fused": _each(graph, kernels, NORMS, _fuse_norm),
         "norm_gradients_fused": _each(graph, kernels, NORM_GRADIENTS, _fuse_norm_gradient),
         "ropes_joined": _join_ropes(graph, kernels),
-        "losses_joined": sum(_join_loss(graph, node) for node in list(graph.nodes) if node.target == loss_p.bwd.op),
+        "losses_joined": _each(graph, kernels, LOSS_GRADIENTS, _join_loss),
     }
     erase_dead_nodes(graph)
     graph.lint()
@@ -142,7 +146,7 @@ def _join_ropes(graph: fx.Graph, kernels: Kernels) -> int:
     return joined
 
 
-def _join_loss(graph: fx.Graph, gradient: fx.Node) -> bool:
+def _join_loss(graph: fx.Graph, kernels: Kernels, gradient: fx.Node, joined: Primitive) -> bool:
     """Join a loss and its gradients, so that the logits are computed once for both; this pays even without a kernel.
 
     before:  %loss, %lse = linear_cross_entropy(%x, %w, %l); %dx, %dw = linear_cross_entropy_bwd(%x, %w, %l, %lse, %d)
@@ -156,14 +160,15 @@ def _join_loss(graph: fx.Graph, gradient: fx.Node) -> bool:
         return False
     if loss in _reaching(dloss):
         return False
-    old_results = {node.args[1]: node for node in loss.users} | {2 + node.args[1]: node for node in gradient.users}
-    like = [old_results.get(i) for i in range(4)]
-    results = _call(graph, gradient, linear_cross_entropy_grad_p, (x, head, labels, dloss), gradient.kwargs, like)
+    only = len(joined.results) == 3  # the gradient of x is the one result of the node, which nothing takes it out of
+    gradients = {2: gradient} if only else {2 + node.args[1]: node for node in gradient.users}
+    old_results = {node.args[1]: node for node in loss.users} | gradients
+    like = [old_results.get(i) for i in range(len(joined.results))]
+    results = _call(graph, gradient, joined, (x, head, labels, dloss), gradient.kwargs, like)
     for i, old in old_results.items():
         old.replace_all_uses_with(results[i])
-        graph.erase_node(old)
-    graph.erase_node(gradient)
-    graph.erase_node(loss)
+    for node in dict.fromkeys((*reversed(old_results.values()), gradient, loss)):
+        graph.erase_node(node)
     _sink(graph, results[0].args[0])
     return True
 

@@ -42,7 +42,7 @@ _WORDS = {
 }
 _ACTIVATIONS = {"gelu_new": "gelu_pytorch_tanh"}  # the same function under an older name
 _SUMMARY = "belongs to the head of multiple-choice models"
-_DROPOUT = "GPT-2 was trained with dropout and its published configs have it, but models of mpar have no dropout"
+_DROPOUT = "published configs have it, but training drops nothing unless it is asked to, by the option dropout"
 
 
 def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -22,6 +23,7 @@ class HeadSegment:
     vocab_size: int
     logits_chunk: int | None
     soft_cap: float | None = None
+    only_logits: ClassVar[tuple[str, ...]] = ("head_DV",)
 
     def __call__(
         self, params: tuple, x: Tensor, context: Mapping[str, Tensor], *, training: bool

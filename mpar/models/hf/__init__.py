@@ -1,6 +1,6 @@
 """Hugging Face folders: reading any slice of any leaf from safetensors, and writing folders that transformers can load."""
 
-from mpar.models.hf._export import MAX_FILE_BYTES, compare_hf, hf_tensors, to_hf, write_hf
+from mpar.models.hf._export import MAX_FILE_BYTES, QUANTISATION, compare_hf, hf_tensors, to_hf, write_hf
 from mpar.models.hf._folder import DTYPES, INDEX, SINGLE, locate, open_weights, read_json
 from mpar.models.hf._load import load_params, shard_slices
 from mpar.models.hf._mapped_file import MappedFile
@@ -12,6 +12,7 @@ __all__ = [
     "DTYPES",
     "INDEX",
     "MAX_FILE_BYTES",
+    "QUANTISATION",
     "SINGLE",
     "HfReader",
     "MappedFile",

@@ -18,9 +18,11 @@ from mpar.models.hf._reader import HfReader
 from mpar.models.hf._stored import stored_leaves
 from mpar.models.hf._weight_map import StoredLeaf
 
-__all__ = ["MAX_FILE_BYTES", "compare_hf", "hf_tensors", "to_hf", "write_hf"]
+__all__ = ["MAX_FILE_BYTES", "QUANTISATION", "compare_hf", "hf_tensors", "to_hf", "write_hf"]
 
 MAX_FILE_BYTES = 5 * 10**9
+QUANTISATION = "quantization_config"
+"""The key of a config.json whose folder has quantised weights. What is written here are whole ones."""
 _SLAB_BYTES = 64 * 2**20
 
 Leaves = Iterable[tuple[str, Tensor]]
@@ -99,7 +101,8 @@ def write_hf(
     dtype = str(dtypes[next(iter(shapes))]).removeprefix("torch.")
     dtype_key = next((key for key in ("dtype", "torch_dtype") if key in model.hf_config), "torch_dtype")
     written_keys = {"architectures": [model.hf_class], dtype_key: dtype, **model.hf_keys}
-    write_json(folder / "config.json", {**model.hf_config, **written_keys})
+    kept = {key: value for key, value in model.hf_config.items() if key != QUANTISATION}
+    write_json(folder / "config.json", {**kept, **written_keys})
 
 
 def compare_hf(model: Model, leaves: Leaves, path: str | os.PathLike[str]) -> None:

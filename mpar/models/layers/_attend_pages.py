@@ -23,7 +23,7 @@ class AttentionPages(Generic[Leaf]):
     v_BPKH: Leaf
 
 
-POOL: Axes = ("batch", None, "attend_kv_heads", "head")
+POOL: Axes = ("batch", "pages", "kv_heads", "head")
 ATTENTION_PAGES_AXES: AttentionPages[Axes] = AttentionPages(POOL, POOL)
 
 
@@ -47,8 +47,8 @@ def attend_pages(
     ("positions") and the place of its keys ("places"); and the table of pages.
     """
     q_BTNH, k_BTKH, v_BTKH = projected(params, config, x_BTD, context)
-    q_BTNH = ops.constrain(q_BTNH, ("batch", "attend_seq", "attend_heads", "head"))
-    new = (ops.constrain(x.to(cache.k_BPKH.dtype), ("batch", None, "attend_kv_heads", "head")) for x in (k_BTKH, v_BTKH))
+    q_BTNH = ops.constrain(q_BTNH, ("batch", None, "heads", "head"))
+    new = (ops.constrain(x.to(cache.k_BPKH.dtype), ("batch", None, "kv_heads", "head")) for x in (k_BTKH, v_BTKH))
     pools = zip((cache.k_BPKH, cache.v_BPKH), new, strict=True)
     k_BPKH, v_BPKH = (ops.constrain(ops.write_rows(pool, rows, context["places"]), POOL) for pool, rows in pools)
     out_BTNH = ops.paged_attention(

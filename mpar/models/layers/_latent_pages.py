@@ -30,7 +30,7 @@ class LatentPages(Generic[Leaf]):
     latent_BP1C: Leaf
 
 
-POOL: Axes = ("batch", None, None, None)
+POOL: Axes = ("batch", "pages", None, None)
 LATENT_PAGES_AXES: LatentPages[Axes] = LatentPages(POOL)
 
 
@@ -54,12 +54,12 @@ def latent_attend_pages(
     """
     q_nope_BTNH, q_rope_BTNH = latent_queries(params, config, x_BTD, context)
     new_BTC = torch.cat(latents(params, config, x_BTD, context), -1).to(cache.latent_BP1C.dtype)
-    pool_BP1C = ops.write_rows(cache.latent_BP1C, ops.constrain(new_BTC[:, :, None], POOL), context["places"])
-    pool_BP1C = ops.constrain(pool_BP1C, POOL)
+    new_BT1C = ops.constrain(new_BTC[:, :, None], ("batch", None, None, None))
+    pool_BP1C = ops.constrain(ops.write_rows(cache.latent_BP1C, new_BT1C, context["places"]), POOL)
     up_CNH, out_CNH = params.kv_b_CNH.split([config.nope_size, config.v_size], -1)
     q_BTNC = torch.cat([ops.einsum("bsnh,cnh->bsnc", q_nope_BTNH, up_CNH), q_rope_BTNH], -1)
     mixed_BTNC = ops.paged_attention(
-        ops.constrain(q_BTNC.to(pool_BP1C.dtype), ("batch", "attend_seq", "attend_heads", None)),
+        ops.constrain(q_BTNC.to(pool_BP1C.dtype), ("batch", None, "heads", None)),
         pool_BP1C,
         pool_BP1C,
         context["documents"],

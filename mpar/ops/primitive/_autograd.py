@@ -1,7 +1,7 @@
 """The `torch.autograd.Function` around a primitive: it tells `torch.func.grad`, `vjp`, `vmap` and `.backward()` what to do."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -40,10 +40,14 @@ class Vjp:
 
 @dataclass
 class Transforms:
-    """The gradient rule and the batching rule of a primitive; None as long as they are not defined."""
+    """The gradient rule and the batching rule of a primitive; None as long as they are not defined.
+
+    parts: gradient rules that give some of the gradients for less.
+    """
 
     vjp: Vjp | None = None
     batching: BatchingRule | None = None
+    parts: list[Vjp] = field(default_factory=list)
 
 
 class _Kept(FunctionCtx):
@@ -94,7 +98,9 @@ def make_function(
 
         @staticmethod
         def backward(ctx: _Kept, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-            return *_pull_back(_rule(name, transforms), signature, ctx, cotangents), *(None for _ in keys)
+            needed = {f"d{operand}" for operand, needs in zip(signature.operands, ctx.needs_input_grad, strict=False) if needs}
+            rule = next((part for part in transforms.parts if needed <= set(part.gives)), None) or _rule(name, transforms)
+            return *_pull_back(rule, signature, ctx, cotangents), *(None for _ in keys)
 
         @staticmethod
         def jvp(ctx: _Kept, *tangents: Tensor | None) -> Results:

@@ -159,16 +159,34 @@ class Primitive:
         """
 
         def register(fn: Callable) -> Callable:
-            reads, gives = _names(signature)
-            operands = ", ".join(f"{name}?" if self._may_be_none(name) else name for name in reads)
-            self.bwd = Primitive(f"{self.name}_bwd", f"{operands} -> {', '.join(gives)}", **self.params)
-            self.bwd.def_impl(fn)
-            self.bwd.def_abstract(gradients_like_operands(self.name, reads, gives))
-            self.bwd.def_batching_loop()
-            self.transforms.vjp = Vjp(reads, gives, self.bwd.bind)
+            self.bwd, self.transforms.vjp = self._gradient(f"{self.name}_bwd", signature, fn)
             return fn
 
         return register
+
+    def def_vjp_part(self, signature: str) -> Callable[[Callable], "Primitive"]:
+        """Define some of the gradients, for less than all of them cost, as a new primitive `<name>_<operands>_bwd`, such as
+        `linear_cross_entropy_x_bwd`. A backward that needs no others calls it. After `def_vjp`, of which it reads no more.
+        """
+
+        def register(fn: Callable) -> Primitive:
+            which = "_".join(gradient[1:] for gradient in _names(signature)[1])
+            primitive, rule = self._gradient(f"{self.name}_{which}_bwd", signature, fn)
+            assert self.transforms.vjp is not None and set(rule.reads) <= set(self.transforms.vjp.reads)
+            self.transforms.parts.append(rule)
+            return primitive
+
+        return register
+
+    def _gradient(self, name: str, signature: str, fn: Callable) -> tuple["Primitive", Vjp]:
+        """A new primitive that gives gradients of this one, and the rule that calls it."""
+        reads, gives = _names(signature)
+        operands = ", ".join(f"{read}?" if self._may_be_none(read) else read for read in reads)
+        primitive = Primitive(name, f"{operands} -> {', '.join(gives)}", **self.params)
+        primitive.def_impl(fn)
+        primitive.def_abstract(gradients_like_operands(self.name, reads, gives))
+        primitive.def_batching_loop()
+        return primitive, Vjp(reads, gives, primitive.bind)
 
     def def_formula(self, fn: Callable[..., Results]) -> Callable[..., Results]:
         """`fn` computes what the op means by torch's differentiable ops alone, from the same operands. After `def_vjp`.

@@ -9,19 +9,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.op_shape import AttentionShape
-from mpar.ops.primitive import Cost, Primitive
+from mpar.ops.primitive import Cost, Emitter, Primitive
 from mpar.ops.sequence._attention import attention_p, with_sinks
 from mpar.torch_private import flash_attention_cpu
 
 __all__ = ["paged_attention"]
 
+aten = torch.ops.aten
 paged_attention_p = Primitive(
     "paged_attention",
-    "q, k, v, rows, positions, pages, sinks? -> out",
+    "q, k, v, rows, positions, pages, sinks? -> out, lse",
+    shard="bool",
     page_size="int",
     window="int?",
     scale="float",
@@ -57,12 +59,12 @@ def paged_attention(
     or ConfigError if the operands do not fit each other.
     """
     scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
-    params = {"page_size": page_size, "window": window, "scale": scale, "soft_cap": soft_cap}
-    return paged_attention_p.bind(q_BTNH, k_BPKH, v_BPKH, rows_BT, positions_BT, pages_BRL, sinks, **params)
+    params = {"shard": False, "page_size": page_size, "window": window, "scale": scale, "soft_cap": soft_cap}
+    return paged_attention_p.bind(q_BTNH, k_BPKH, v_BPKH, rows_BT, positions_BT, pages_BRL, sinks, **params)[0]
 
 
 @paged_attention_p.def_abstract
-def _abstract(q, k, v, rows, positions, pages, sinks, *, page_size, window, scale, soft_cap):
+def _abstract(q, k, v, rows, positions, pages, sinks, *, shard, page_size, window, scale, soft_cap):
     label = f"paged_attention of q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, pages {tuple(pages.shape)}"
     if not q.ndim == k.ndim == 4 or pages.ndim != 3:
         raise ShapeError(f"{label}: they must be (B, T, N, H), (B, P, K, H), (B, P, K, H), (B, R, L)")
@@ -91,19 +93,25 @@ def _abstract(q, k, v, rows, positions, pages, sinks, *, page_size, window, scal
         raise DtypeError(f"{label}: rows, positions and pages must be int64, not {', '.join(sorted(wrong))}")
     if (window is not None and window < 1) or (soft_cap is not None and not soft_cap > 0):
         raise ConfigError(f"{label}: window={window}, soft_cap={soft_cap}; both must be positive or None")
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse
 
 
 @paged_attention_p.def_impl
-def _impl(q, k, v, rows, positions, pages, sinks, *, page_size, window, scale, soft_cap):
-    how = _How(page_size, window, scale, soft_cap, sinks)
+def _impl(q, k, v, rows, positions, pages, sinks, *, shard, page_size, window, scale, soft_cap):
+    """`out`, and the log-sum-exp of the scores (B, T, N). shard: the pools lack pages, whose numbers are outside of theirs;
+    tokens see only the pages that are there."""
+    how = _How(shard, page_size, window, scale, soft_cap, sinks)
     groups = [_attend(q[b], k[b], v[b], rows[b], positions[b], pages[b], how) for b in range(q.shape[0])]
-    return groups[0].unsqueeze(0) if len(groups) == 1 else torch.stack(groups)
+    if len(groups) == 1:
+        return groups[0][0].unsqueeze(0), groups[0][1].unsqueeze(0)
+    return torch.stack([out for out, _ in groups]), torch.stack([lse for _, lse in groups])
 
 
 class _How(NamedTuple):
     """The parameters of a call, and the sinks, which all groups share."""
 
+    shard: bool
     page_size: int
     window: int | None
     scale: float
@@ -129,24 +137,42 @@ class _Singles(NamedTuple):
     positions: tuple[int, ...]
 
 
-def _attend(q_TNH, k_PKH, v_PKH, rows_T, positions_T, pages_RL, how: _How) -> Tensor:
-    """The result of one group."""
+def _attend(q_TNH, k_PKH, v_PKH, rows_T, positions_T, pages_RL, how: _How) -> tuple[Tensor, Tensor]:
+    """The results of one group."""
     pools = [pool.reshape(-1, how.page_size * pool[0].numel()) for pool in (k_PKH, v_PKH)]  # a page is one row
-    at_once = max(1, _GATHERED // pools[0].shape[1])
+    at_once = 0 if how.shard else max(1, _GATHERED // pools[0].shape[1])
     runs, singles = _plan(tuple(rows_T.tolist()), tuple(positions_T.tolist()), how.page_size, at_once, q_TNH.device)
     if not runs and len(singles) == 1 and len(singles[0].positions) == q_TNH.shape[0]:
         return _attend_each(q_TNH, pools, pages_RL, singles[0], how, k_PKH.shape[1:])
     out_TNH = q_TNH.new_zeros(q_TNH.shape)
+    lse_TN = torch.full(q_TNH.shape[:2], -torch.inf, dtype=_wide(q_TNH), device=q_TNH.device)
     for start, end, row, length in runs:
-        used = pages_RL[row, : -(-length // how.page_size)]
-        k_MKH, v_MKH = (pool.index_select(0, used).view(-1, *k_PKH.shape[1:])[:length] for pool in pools)
-        operands = q_TNH[None, start:end], k_MKH[None], v_MKH[None], positions_T[start:end], None, None, None, how.sinks
-        out_BTNH, _ = attention_p.meaning(*operands, causal=True, window=how.window, scale=how.scale, soft_cap=how.soft_cap)
-        out_TNH[start:end] = out_BTNH[0]
+        used, order_M = _pages_of(pages_RL[row, : -(-length // how.page_size)], pools[0].shape[0], how)
+        if not used.shape[0]:
+            continue
+        count = length if order_M is None else order_M.shape[0]
+        k_MKH, v_MKH = (pool.index_select(0, used).view(-1, *k_PKH.shape[1:])[:count] for pool in pools)
+        operands = q_TNH[None, start:end], k_MKH[None], v_MKH[None], positions_T[start:end], order_M, None, None, how.sinks
+        out_BTNH, lse_BTN = attention_p.meaning(*operands, causal=True, window=how.window, scale=how.scale, soft_cap=how.soft_cap)
+        out_TNH[start:end], lse_TN[start:end] = out_BTNH[0], lse_BTN[0]
     for single in singles:
-        result = _attend_each(q_TNH.index_select(0, single.tokens), pools, pages_RL, single, how, k_PKH.shape[1:])
-        out_TNH.index_copy_(0, single.tokens, result)
-    return out_TNH
+        out, lse = _attend_each(q_TNH.index_select(0, single.tokens), pools, pages_RL, single, how, k_PKH.shape[1:])
+        out_TNH.index_copy_(0, single.tokens, out)
+        lse_TN.index_copy_(0, single.tokens, lse)
+    return out_TNH, lse_TN
+
+
+def _pages_of(pages_L: Tensor, num_pages: int, how: _How) -> tuple[Tensor, Tensor | None]:
+    """The pages of a row that are there, and the positions of their keys; None: they are in order, from 0 on."""
+    if not how.shard:
+        return pages_L, None
+    (index_N,) = ((pages_L >= 0) & (pages_L < num_pages)).nonzero(as_tuple=True)
+    order_NM = index_N[:, None] * how.page_size + torch.arange(how.page_size, device=pages_L.device)
+    return pages_L[index_N], order_NM.flatten()
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 @functools.lru_cache(maxsize=16)
@@ -156,7 +182,7 @@ def _plan(
     """How the tokens of a group are computed. All layers of a step have the same plan, so it is remembered.
 
     A token that is alone is computed together with others. The number of pages that it sees is rounded up, which depends on its
-    own position alone, and so do its bits. at_once: how many pages tokens may have together.
+    own position alone, and so do its bits. at_once: how many pages tokens may have together; 0: each token is a run.
     """
     runs: list[_Run] = []
     by_pages: dict[int, list[int]] = {}
@@ -165,7 +191,7 @@ def _plan(
         end = start + 1
         while end < len(rows) and rows[end] == rows[start]:
             end += 1
-        if rows[start] >= 0 and end - start > 1:
+        if rows[start] >= 0 and (end - start > 1 or not at_once):
             runs.append(_Run(start, end, rows[start], max(positions[start:end]) + 1))
         elif rows[start] >= 0:
             by_pages.setdefault(_rounded(positions[start] // page_size + 1), []).append(start)
@@ -186,7 +212,7 @@ def _rounded(num_pages: int) -> int:
     return -(-num_pages // unit) * unit
 
 
-def _attend_each(q_TNH, pools, pages_RL, single: _Singles, how: _How, head_shape) -> Tensor:
+def _attend_each(q_TNH, pools, pages_RL, single: _Singles, how: _How, head_shape) -> tuple[Tensor, Tensor]:
     """Attention of each token to keys of its own row; query heads of one kv head are treated as queries of one sequence."""
     (T, N, H), K = q_TNH.shape, head_shape[0]
     used = pages_RL.index_select(0, single.rows)[:, : single.num_pages].flatten()
@@ -196,15 +222,15 @@ def _attend_each(q_TNH, pools, pages_RL, single: _Singles, how: _How, head_shape
         bias = _bias(single.positions, k_TKMH.shape[2], how.window, q_TNH.dtype, q_TNH.device)
         out_TKGH, lse_TKG = flash_attention_cpu(q_TKGH, k_TKMH, v_TKMH, 0.0, False, attn_mask=bias, scale=how.scale)
     else:
-        wide = torch.promote_types(q_TNH.dtype, torch.float32)
+        wide = _wide(q_TNH)
         scores = (q_TKGH.to(wide) @ k_TKMH.to(wide).transpose(2, 3)).mul_(how.scale)
         if how.soft_cap is not None:
             scores.div_(how.soft_cap).tanh_().mul_(how.soft_cap)
         scores += _bias(single.positions, k_TKMH.shape[2], how.window, wide, q_TNH.device)
         lse_TKG = torch.logsumexp(scores, -1)
         out_TKGH = ((scores - lse_TKG.unsqueeze(-1)).exp_() @ v_TKMH.to(wide)).to(q_TNH.dtype)
-    out_TNH = out_TKGH.reshape(q_TNH.shape)
-    return out_TNH if how.sinks is None else with_sinks(out_TNH, lse_TKG.reshape(q_TNH.shape[:2]), how.sinks)[0]
+    out_TNH, lse_TN = out_TKGH.reshape(q_TNH.shape), lse_TKG.reshape(q_TNH.shape[:2])
+    return (out_TNH, lse_TN) if how.sinks is None else with_sinks(out_TNH, lse_TN, how.sinks)
 
 
 @functools.lru_cache(maxsize=16)
@@ -215,12 +241,43 @@ def _bias(positions: Sequence[int], num_keys: int, window: int | None, dtype: to
     return torch.zeros(hidden_TM.shape, dtype=dtype, device=device).masked_fill_(hidden_TM, -torch.inf)[:, None, None]
 
 
-paged_attention_p.def_sharding("b t (k g) h, b p k h, b p k h, b t, b t, b r l, (k g) -> b t (k g) h", need_replication="p h r l")
+paged_attention_p.def_sharding(
+    "b t (k g) h, b p k h, b p k h, b t, b t, b r l, (k g) -> b t (k g) h, b t (k g)", need_replication="h r l"
+)
 paged_attention_p.def_batching_loop()
 
 
+@paged_attention_p.def_sharded("p")
+def _attend_on_rank(emit: Emitter, q, k, v, rows, positions, pages, sinks, *, page_size, **params) -> tuple[fx.Node, fx.Node]:
+    """Each rank attends to its pages. With the largest lse m of all ranks, out = sum(exp(lse - m) out) / sum(exp(lse - m)).
+
+    What no rank sees anything for, padding, has m = -inf, for which 0 is taken, and a sum of 0, for which 1 is taken.
+    """
+    emit.opaque()
+    first = emit.start_with(emit.axes_of("p"), emit.extent_of("p") // page_size)
+    local = emit(aten.sub.Tensor, pages, first)
+    params |= {"shard": True, "page_size": page_size}
+    results = emit(paged_attention_p, q, k, v, rows, positions, local, None, **params)
+    out, lse = emit.getitem(results, 0), emit.getitem(results, 1)
+    top = emit.all_reduce(lse, "max")
+    top = top if sinks is None else emit(aten.maximum.default, top, sinks)
+    top = emit(aten.masked_fill.Scalar, top, emit(aten.eq.Scalar, top, -float("inf")), 0.0)
+    share = emit(aten.unsqueeze.default, emit(aten.exp.default, emit(aten.sub.Tensor, lse, top)), -1)
+    sums = emit.all_reduce(emit(aten.cat.default, [emit(aten.mul.Tensor, out, share), share], -1), "sum")
+    size = emit.shape(q)[-1]
+    total, weight = emit(aten.slice.Tensor, sums, 3, 0, size), emit(aten.slice.Tensor, sums, 3, size, size + 1)
+    if sinks is not None:
+        more = emit(aten.exp.default, emit(aten.sub.Tensor, sinks, top))
+        weight = emit(aten.add.Tensor, weight, emit(aten.unsqueeze.default, more, -1))
+    lse = emit(aten.add.Tensor, emit(aten.log.default, emit(aten.squeeze.dim, weight, -1)), top)
+    weight = emit(aten.masked_fill.Scalar, weight, emit(aten.eq.Scalar, weight, 0), 1.0)
+    out = emit(aten.div.Tensor, total, weight)
+    dtype = q.meta["val"].dtype
+    return (out if out.meta["val"].dtype == dtype else emit(aten._to_copy.default, out, dtype=dtype)), lse
+
+
 @paged_attention_p.def_cost
-def _cost(q, k, v, rows, positions, pages, sinks, *, page_size, window, scale, soft_cap):
+def _cost(q, k, v, rows, positions, pages, sinks, *, shard, page_size, window, scale, soft_cap):
     """An upper bound: every row has the most positions, and the tokens are divided among all rows."""
     (B, T, N, H), num_rows = q.shape, pages.shape[1]
     length = pages.shape[2] * page_size

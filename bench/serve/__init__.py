@@ -1,0 +1,1 @@
+"""A server under the load of many streaming clients: `python -m bench.serve`."""

@@ -1,0 +1,95 @@
+"""`mpar rollouts` shows what a run drew; `mpar train task=grpo` draws the same answers on several ranks."""
+
+import dataclasses
+
+import pytest
+
+from mpar.cli.main import main
+from mpar.rollouts import Reward, list_rollouts, read_rollouts
+from tests.cli.conftest import run_mpar
+from tests.rollouts.made import HashSampler, batches, drawing, params, plan
+from tests.train.test_rollouts import COMMON, GRPO, write_arithmetic
+
+TWO = [
+    Reward("long", 1.0, lambda rollouts: [len(one.answer) for one in rollouts]),
+    Reward("even", 1.0, lambda rollouts: [len(one.answer) % 2 for one in rollouts]),
+]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The run_dir of a run that drew twice."""
+    monkeypatch.setenv("COLUMNS", "200")
+    of = plan()
+    made = batches(of)
+    made.draw_with(drawing(of, HashSampler(), TWO), tmp_path / "rollouts")
+    for step in range(5):
+        made.begin(step, params(float(step)))
+    return tmp_path
+
+
+def test_a_line_for_each_drawing_and_a_picture(run, capsys):
+    """Mean rewards are those of the files; the picture is one."""
+    assert main(["rollouts", "list", str(run), "--picture", str(run / "reward.png")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for line, path in zip(lines[1:3], list_rollouts(run / "rollouts"), strict=True):
+        numbers = read_rollouts(path).header.numbers
+        assert f"{numbers['reward']:.4g}" in line.split()
+        assert f"{numbers['reward/even']:.4g}" in line.split()
+    assert (run / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_answers_are_filtered_and_sorted(run, capsys):
+    """Of the newest drawing, or of one by number, only what the filters let through, the highest first."""
+    assert main(["rollouts", "show", str(run), "--number", "0", "--min-reward", "3", "--sort", "reward", "--finish", "stop"]) == 0
+    shown = capsys.readouterr().out
+    rollouts = read_rollouts(list_rollouts(run / "rollouts")[0]).rollouts
+    passing = [one for one in rollouts if one.reward >= 3 and one.finish == "stop"]
+    assert 0 < len(passing) < len(rollouts)
+    assert f"of {len(passing)} that pass, of {len(rollouts)} answers" in shown
+    found = [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
+    by_name = {f"{one.group}.{one.choice}": one.reward for one in rollouts}
+    assert [by_name[name] for name in found] == sorted((one.reward for one in passing), reverse=True)
+    assert main(["rollouts", "show", str(run), "--group", str(rollouts[0].group)]) == 0
+    assert "0 of 0 that pass" in capsys.readouterr().out  # the newest drawing has other groups
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["show", "nowhere"], "there are no rollouts in nowhere"),
+        (["show", "RUN", "--number", "7"], "there is no drawing 7"),
+        (["show", "RUN", "--sort", "size"], "invalid choice: 'size'"),
+        (["tell", "RUN"], "invalid choice: 'tell'"),
+    ],
+)
+def test_what_is_not_there_is_said(run, args, message, capsys):
+    """The error says what there is, and the exit code tells a wrong command from a run without rollouts."""
+    code = main(["rollouts", *(str(run) if arg == "RUN" else arg for arg in args)])
+    assert code == (2 if "choice" in message else 1)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.gloo
+def test_two_ranks_draw_the_answers_of_one(tmp_path):
+    """With parameters sharded over two processes, each of which draws half of the groups: the tokens and losses of one rank."""
+    write_arithmetic(tmp_path)
+    options = [*COMMON, *GRPO, "steps=3", "task.rollout_rounds=2", "data.tokenizer=digits", "num_threads=1", "tensorboard=false"]
+    drawn = {}
+    for name, mesh in (("one", ["mesh=one"]), ("two", ["mesh=fsdp2", "strategy=zero3"])):
+        done = run_mpar(["train", *options, *mesh, f"run_dir={name}"], tmp_path)
+        assert done.returncode == 0, done.stderr
+        files = [read_rollouts(path) for path in list_rollouts(tmp_path / name / "rollouts")]
+        drawn[name] = [dataclasses.replace(one, logps=()) for file in files for one in file.rollouts]
+    assert drawn["one"] == drawn["two"]
+
+
+def test_options_that_do_not_go_together_are_listed_at_once(capsys):
+    """Before anything is read: rewards, weights, evaluation, rows of the wrong kind."""
+    args = ["task=grpo", "task.reward_weights=[1,2]", "task.reward_options={format: {pattern: a}}", "evaluation.fraction=0.1"]
+    assert main(["plan", *args, "data.stream=true", "evaluation.batches=1"]) == 2
+    said = capsys.readouterr().err
+    for part in ("task.rewards is empty", "has 2 numbers for 0", "is for format", "leave evaluation out", "data.stream=true"):
+        assert part in said
+    assert main(["plan", "task=grpo", "task.kind=sft", "task.rewards=[exact]"]) == 2
+    assert "task.kind=sft with task.learn=grpo, which learns from prompt" in capsys.readouterr().err
