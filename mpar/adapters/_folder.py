@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mpar import tree
@@ -19,7 +18,7 @@ from mpar.adapters._model import AdaptedModel
 from mpar.adapters._peft_config import lora_of_config, peft_config
 from mpar.adapters._targets import saved_leaves
 from mpar.errors import CheckpointError
-from mpar.models import Model, StoredLeaf, Trainable, map_leaves_to_stored, open_weights, read_json, stored_leaves
+from mpar.models import MappedFile, Model, StoredLeaf, Trainable, map_leaves_to_stored, open_weights, read_json, stored_leaves
 from mpar.tree import Tree
 
 __all__ = ["CONFIG", "WEIGHTS", "AdapterReader", "base_hash", "read_lora", "read_peft", "write_peft"]
@@ -63,7 +62,11 @@ def write_peft(
     if missing:
         raise CheckpointError(f"cannot write the adapter {name!r} to {path}: there are no values of {', '.join(sorted(missing))}")
     path.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path / WEIGHTS, {"format": "pt", "base": base_hash(model.base)})
+    shapes = {key: (tuple(x.shape), x.dtype) for key, x in sorted(tensors.items())}
+    file = MappedFile(path / WEIGHTS, shapes, {"base": base_hash(model.base)})
+    for key, x in tensors.items():
+        file.tensors[key].copy_(x)
+    file.sync()
     config = peft_config(model, name, base_name)
     (path / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -8,7 +8,7 @@ weight sums, and B the others; dims of both count experts, which have matrices o
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ class LowRank(StandIn):
     def function(self, name: str, args: tuple, kwargs: Mapping[str, object]) -> object:
         """Products by functions of torch, and views of the weight; NotImplemented for all others."""
         if name == "linear" and len(args) + len(kwargs) <= 3 and args[1:2] == (self,):
-            bias = cast(Tensor | None, args[2] if len(args) > 2 else kwargs.get("bias"))
+            bias: Any = args[2] if len(args) > 2 else kwargs.get("bias")
             y = self._matmul(args[0], self._permuted((1, 0)))
             return y if bias is None else y + bias
         if name == "matmul" and args[1:2] == (self,) and self.ndim == 2:

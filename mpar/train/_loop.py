@@ -191,7 +191,6 @@ class _Yardstick:
             expert_load=expert_load(metrics),
             skipped=progress.health.skipped,
             data_use=progress.data_numbers(),
-            task_means=task_means(metrics),
         )
 
 

@@ -24,13 +24,15 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 class MappedFile:
     """A new file with a place for every tensor. `tensors` are these places, mapped into memory: what is copied to them is in the
-    file, and pages that the system needs for other things go to the disk.
+    file, and pages that the system needs for other things go to the disk. notes: what its header says besides the format.
 
     Raises CheckpointError if there is no room for the file.
     """
 
-    def __init__(self, file: Path, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    def __init__(
+        self, file: Path, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], notes: Mapping[str, str] | None = None
+    ) -> None:
+        header: dict[str, object] = {"__metadata__": {"format": "pt", **(notes or {})}}
         position, places = 0, {}
         for name, (shape, dtype) in sorted(shapes.items(), key=lambda item: -item[1][1].itemsize):  # keeps all places aligned
             size = math.prod(shape) * dtype.itemsize
