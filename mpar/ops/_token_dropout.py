@@ -11,18 +11,20 @@ import torch
 from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
-from mpar.ops._random import KEY_MASK, fold_key, lay_out, philox
+from mpar.ops._random import KEY_MASK, fold_key, philox
 from mpar.ops.primitive import Cost, Primitive, ShardingRule
 
 __all__ = ["token_dropout"]
 
 token_dropout_p = Primitive("token_dropout", "x, draw, segment -> y", rate="float", key="int[]", token_dims="int", starts="int[]")
 
+_DRAWN = 8  # numbers of 16 bits for neighbours that four words of 32 bits give
+_BLOCK = 1 << 14  # counters at once on a CPU: few enough to stay in a cache
 _MAX_FEATURE_DIMS = 2  # two of the four words of a counter are for the number of the token, one is for each dim of features
 
 
 def token_dropout(x: Tensor, rate: float, draw: Tensor, segment: Tensor, label: str) -> Tensor:
-    """Each element of `x` is replaced by 0 with probability `rate`, or else divided by `1 - rate`.
+    """Each element of `x` is replaced by 0 with probability `rate`, rounded up to 16 bits, or else divided by `1 - rate`.
 
     Which ones depends on the number of the token, on the index among its features, on `segment` and on `label`.
 
@@ -72,15 +74,20 @@ def _impl(
     starts: Sequence[int],
 ) -> Tensor:
     heads, start = (range(starts[0], starts[0] + x.shape[-2]), starts[1]) if len(starts) > 1 else (range(1), starts[0])
-    first, skip = divmod(start, 4)
-    quads = torch.arange(first, first + (skip + x.shape[-1] + 3) // 4, device=x.device)
+    first, skip = divmod(start, _DRAWN)
+    groups = torch.arange(first, first + (skip + x.shape[-1] + _DRAWN - 1) // _DRAWN, device=x.device)
     heads_N1 = torch.arange(heads.start, heads.stop, device=x.device)[:, None]
-    draw_T11 = draw[..., None, None]
-    counter = quads, heads_N1, draw_T11 & KEY_MASK, (draw_T11 >> 32) & KEY_MASK
-    words = philox(counter, (segment.bitwise_xor(key[0]) & KEY_MASK, torch.full_like(segment, key[1])))
-    uniform = lay_out([(word >> 8).to(torch.float32) for word in words], skip, (*draw.shape, len(heads), x.shape[-1]))
-    dropped = uniform.mul_(2.0**-24).reshape(x.shape) < rate
-    return (x.contiguous() / (1 - rate)).masked_fill_(dropped, 0.0)
+    philox_key = (segment.bitwise_xor(key[0]) & KEY_MASK, torch.full_like(segment, key[1]))
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x).div_(1 - rate)
+    y_TNF, draw_T11 = y.view(-1, len(heads), x.shape[-1]), draw.reshape(-1, 1, 1)
+    tokens = max(1, _BLOCK // (len(heads) * len(groups))) if x.device.type == "cpu" else len(draw_T11)
+    for first_token in range(0, len(draw_T11), tokens):
+        block = slice(first_token, first_token + tokens)
+        counter = groups, heads_N1, draw_T11[block] & KEY_MASK, (draw_T11[block] >> 32) & KEY_MASK
+        words = philox(counter, philox_key)
+        dropped = [half < rate * 2**16 for word in words for half in (word & 0xFFFF, word >> 16)]
+        y_TNF[block].masked_fill_(torch.stack(dropped, -1).flatten(-2)[..., skip : skip + x.shape[-1]], 0.0)
+    return y
 
 
 @token_dropout_p.def_vjp_by_ops("draw, segment, dy -> dx")  # it is linear in x: the gradient is dropped with the same mask
@@ -104,4 +111,4 @@ token_dropout_p.def_sharding_from(_rule)
 for _dim in range(_MAX_FEATURE_DIMS):
     token_dropout_p.def_sharded(f"d{_dim}")(_sharded)
 token_dropout_p.def_batching_loop()
-token_dropout_p.def_cost(lambda x, *_, **__: Cost(flops=100 * x.numel(), bytes=2 * x.nbytes, workspace=32 * x.numel()))
+token_dropout_p.def_cost(lambda x, *_, **__: Cost(flops=50 * x.numel(), bytes=2 * x.nbytes, workspace=32 * _BLOCK))

@@ -61,18 +61,20 @@ def test_microbatches_do_not_matter(problem):
 
 
 def uniform(draw_BS: Tensor, number: int, label: str, features: int) -> Tensor:
-    """(B, S, features) in [0, 1): Philox-4x32-10 in Python's integers, whose counter is feature // 4, 0 and the draw."""
+    """(B, S, features) in [0, 1): the halves of the words of Philox-4x32-10 in Python's integers, whose counter is
+    feature // 8, 0 and the draw."""
     key = fold_key(0, "token_dropout", label)
     out = torch.empty(*draw_BS.shape, features)
     for place in torch.cartesian_prod(*(torch.arange(n) for n in draw_BS.shape)).tolist():
         draw = int(draw_BS[tuple(place)])
-        for i in range(features // 4):
+        for i in range(features // 8):
             c, (k0, k1) = [i, 0, draw % 2**32, draw >> 32], (key[0] ^ number, key[1])
             for _ in range(10):
                 low, high = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
                 c = [(high >> 32) ^ c[1] ^ k0, high % 2**32, (low >> 32) ^ c[3] ^ k1, low % 2**32]
                 k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
-            out[(*place, slice(4 * i, 4 * i + 4))] = torch.tensor([(word >> 8) * 2.0**-24 for word in c])
+            halves = [half for word in c for half in (word % 2**16, word >> 16)]
+            out[(*place, slice(8 * i, 8 * i + 8))] = torch.tensor(halves) * 2.0**-16
     return out
 
 
