@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor
 
@@ -75,7 +75,7 @@ class EngineSampler:
         return [
             Drawn(
                 tuple(chosen.token for chosen in request.chosen),
-                tuple(float(str(chosen.logprob)) for chosen in request.chosen),
+                tuple(cast(float, chosen.logprob) for chosen in request.chosen),  # `num_alternatives` asks for them
                 str(request.finish),
             )
             for request in requests
