@@ -43,7 +43,7 @@ class Variants:
 
         def answer(workload: Workload) -> list[list[int]]:
             engine = Engine(runner(len(workload.answers)))
-            engine.scheduler.pool.forget()
+            engine.forget()
             prompts = workload.prompts(self.model.vocab_size)
             requests = [
                 engine.add(prompt, Sampling(max_tokens=count, ignore_eos=True))
