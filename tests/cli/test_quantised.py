@@ -35,7 +35,6 @@ def test_a_run_is_resumed_to_the_bit_and_equal_on_another_mesh(mpar, tmp_path):
     assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), rel=1e-5)
 
 
-@pytest.mark.full("it trains in a process")
 def test_a_folder_of_bitsandbytes_is_trained(mpar, tmp_path):
     """Codes are read as they are; the export is the dequantised weights and the adapters."""
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 259}

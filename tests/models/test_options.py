@@ -20,6 +20,7 @@ EVERY = ModelOptions(
     mlp_chunk=3,
     router={"seq_aux_loss": 0.1},
     mtp_loss_weight=0.3,
+    dropout=0.1,
 )
 CONFIG = {key: value for key, value in KINDS["deepseek_v3"].base.items() if value is not None} | {"strange": 1}
 

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator
 
+import httpx
 import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
@@ -32,6 +33,13 @@ def asked_for(browser: webdriver.Chrome) -> list[str]:
     """The addresses of all requests since the last call."""
     entries = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     return [e["params"]["request"]["url"] for e in entries if e["method"] == "Network.requestWillBeSent"]
+
+
+def test_the_page_needs_no_network_but_its_server(server):
+    """It names no other address, and the browser is told to load nothing else."""
+    response = httpx.get(server[0])
+    assert "connect-src 'self'" in response.headers["content-security-policy"]
+    assert "http://" not in response.text and "https://" not in response.text and "//cdn" not in response.text
 
 
 @pytest.mark.full("a browser")

@@ -155,34 +155,39 @@ def _push_forward(vjp: Vjp, signature: Signature, ctx: _Kept, tangents: Sequence
     return results if len(results) > 1 else results[0]
 
 
-def second_vjp(vjp: Vjp, signature: Signature, gives: Sequence[str], formula: Callable[..., Results]) -> Vjp:
-    """The gradient rule of the gradient `vjp` of a primitive, which `formula` computes too, by differentiable ops.
+def second_vjp(gradient: Signature, signature: Signature, formula: Callable[..., Results]) -> Vjp:
+    """The gradient rule of a gradient of a primitive, of signature `signature`, which `formula` computes too, by differentiable
+    ops.
 
     The gradient is taken for that of `formula`, a function of the operands alone. So results that it reads, such as a logarithm,
     have no gradient: operands get all of it.
     """
-    reads = (*vjp.reads, *(f"d{name}" for name in gives))
+    gives = {name[1:] for name in gradient.results}
+    reads = (*gradient.operands, *(f"d{name}" for name in gradient.results))
 
     def pull_back(*values: Tensor | None, **params: Static) -> tuple[Tensor | None, ...]:
         living = [value if value is None else unwrap_if_dead(value) for value in values]
         given = dict(zip(reads, living, strict=True))
         operands = {name: given.get(name) for name in signature.operands}
-        moved = {name: x for name in operands if f"d{name}" in gives and (x := operands[name]) is not None}
+        floats = {name: x for name, x in operands.items() if x is not None and x.is_floating_point()}
         cotangents = {name: dy for name in (f"d{result}" for result in signature.results) if (dy := given.get(name)) is not None}
 
-        def gradients(moved: dict[str, Tensor], cotangents: dict[str, Tensor]) -> dict[str, Tensor]:
-            results, back, *_ = torch.func.vjp(lambda moved: _tuple(formula(*(operands | moved).values(), **params)), moved)
+        def gradients(floats: dict[str, Tensor], cotangents: dict[str, Tensor]) -> dict[str, Tensor]:
+            def results_of(moved: dict[str, Tensor]) -> tuple[Tensor, ...]:
+                return _tuple(formula(*(operands | floats | moved).values(), **params))
+
+            results, back, *_ = torch.func.vjp(results_of, {name: x for name, x in floats.items() if name in gives})
             named = zip(signature.results, results, strict=True)
             return back(tuple(cotangents.get(f"d{name}", torch.zeros_like(result)) for name, result in named))[0]
 
-        _, back, *_ = torch.func.vjp(gradients, moved, cotangents)
+        made, back, *_ = torch.func.vjp(gradients, floats, cotangents)
         d_operands, d_cotangents = back(
-            {name: torch.zeros_like(x) if (dd := given[f"dd{name}"]) is None else dd for name, x in moved.items()}
+            {name: torch.zeros_like(x) if (dd := given[f"dd{name}"]) is None else dd for name, x in made.items()}
         )
         found = {f"d{name}": value for name, value in (d_operands | d_cotangents).items()}
-        return tuple(found.get(f"d{name}") for name in vjp.reads)
+        return tuple(found.get(f"d{name}") for name in gradient.operands)
 
-    return Vjp(reads, tuple(f"d{name}" for name in vjp.reads), pull_back)
+    return Vjp(reads, tuple(f"d{name}" for name in gradient.operands), pull_back)
 
 
 def _tuple(results: Results) -> tuple[Tensor, ...]:

@@ -71,6 +71,7 @@ class Primitive:
         self.abstract: Callable | None = None
         self.impl: Callable | None = None
         self.cost: Callable[..., Cost] | None = None
+        self.gradients: list[Primitive] = []  # the primitives of `def_vjp` and `def_vjp_part`
         self.bwd: Any = None  # def_vjp makes it a Primitive; Any, because type checkers cannot know that
         self.transforms = Transforms()
         self.placement = Placement()
@@ -186,6 +187,7 @@ class Primitive:
         primitive.def_impl(fn)
         primitive.def_abstract(gradients_like_operands(self.name, reads, gives))
         primitive.def_batching_loop()
+        self.gradients.append(primitive)
         return primitive, Vjp(reads, gives, primitive.bind)
 
     def def_formula(self, fn: Callable[..., Results]) -> Callable[..., Results]:
@@ -193,8 +195,9 @@ class Primitive:
 
         It is there for second derivatives: the derivative of `<name>_bwd` is that of the gradient of `fn`.
         """
-        assert self.transforms.vjp is not None and self.bwd is not None, f"{self} has no gradient rule yet"
-        self.bwd.transforms.vjp = second_vjp(self.transforms.vjp, self.signature, self.bwd.results, fn)
+        assert self.gradients, f"{self} has no gradient rule yet"
+        for gradient in self.gradients:
+            gradient.transforms.vjp = second_vjp(gradient.signature, self.signature, fn)
         return fn
 
     def def_vjp_by_ops(self, signature: str) -> Callable[[Callable], Callable]:
