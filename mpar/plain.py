@@ -122,8 +122,22 @@ class _Codec:
     def form(self, hint: Any) -> _Form:
         """The form of a hint. Raises PlainDataError if values of the hint cannot be plain data."""
         if hint not in self._forms:
-            self._forms[hint] = self._make(hint)
+            self._forms[hint] = self._inside_itself(hint)
+            try:
+                self._forms[hint] = self._make(hint)
+            except PlainDataError:
+                del self._forms[hint]
+                raise
         return self._forms[hint]
+
+    def _inside_itself(self, hint: Any) -> _Form:
+        """The form of a hint while that is being made: a class may have a part of its own base."""
+        return _Form(
+            lambda values: self._forms[hint].write(values) if values else [],
+            lambda values: self._forms[hint].read(values) if values else [],
+            lambda x: self._forms[hint].fits(x),
+            lambda x: self._forms[hint].fits_plain(x),
+        )
 
     def _make(self, hint: Any) -> _Form:
         origin, args = get_origin(hint), get_args(hint)

@@ -153,6 +153,19 @@ def test_free_values_come_back(value):
     assert repr(plain.from_text(Free, plain.to_text(Free, Free(value))).value) == repr(value)
 
 
+@dataclass(frozen=True)
+class Scaled(Rate):
+    """A class with a part of its own base."""
+
+    base: Rate
+
+
+def test_a_class_may_have_a_part_of_its_own_base():
+    """However deep."""
+    value = Scaled(2.0, Scaled(3.0, Rate(1.0)))
+    assert plain.from_text(Rate, plain.to_text(Rate, value, [Rate, Scaled]), [Rate, Scaled]) == value
+
+
 class Own(Rate):
     """A class that nobody gave."""
 
