@@ -180,7 +180,11 @@ def test_compiles_as_meant(tmp_path):
     command = [sys.executable, "-m", "tools.kernel_gate", "compile", "--arch", "sm_90", "--jobs", "1", "--out", str(tmp_path)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(
-        [*command, "--only", "attention gluon 128 causal bfloat16"], env=environment, capture_output=True, text=True
+        [*command, "--only", "attention gluon 128 causal bfloat16"],
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert list(tmp_path.glob("*.sass"))
