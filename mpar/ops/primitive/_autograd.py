@@ -42,12 +42,13 @@ class Vjp:
 class Transforms:
     """The gradient rule and the batching rule of a primitive; None as long as they are not defined.
 
-    parts: gradient rules that give some of the gradients for less.
+    parts: gradient rules that give some of the gradients for less. gradients: the primitives of these rules, by their signatures.
     """
 
     vjp: Vjp | None = None
     batching: BatchingRule | None = None
     parts: list[Vjp] = field(default_factory=list)
+    gradients: "list[tuple[Signature, Transforms]]" = field(default_factory=list)
 
 
 class _Kept(FunctionCtx):

@@ -71,7 +71,6 @@ class Primitive:
         self.abstract: Callable | None = None
         self.impl: Callable | None = None
         self.cost: Callable[..., Cost] | None = None
-        self.gradients: list[Primitive] = []  # the primitives of `def_vjp` and `def_vjp_part`
         self.bwd: Any = None  # def_vjp makes it a Primitive; Any, because type checkers cannot know that
         self.transforms = Transforms()
         self.placement = Placement()
@@ -187,7 +186,7 @@ class Primitive:
         primitive.def_impl(fn)
         primitive.def_abstract(gradients_like_operands(self.name, reads, gives))
         primitive.def_batching_loop()
-        self.gradients.append(primitive)
+        self.transforms.gradients.append((primitive.signature, primitive.transforms))
         return primitive, Vjp(reads, gives, primitive.bind)
 
     def def_formula(self, fn: Callable[..., Results]) -> Callable[..., Results]:
@@ -195,9 +194,9 @@ class Primitive:
 
         It is there for second derivatives: the derivative of `<name>_bwd` is that of the gradient of `fn`.
         """
-        assert self.gradients, f"{self} has no gradient rule yet"
-        for gradient in self.gradients:
-            gradient.transforms.vjp = second_vjp(gradient.signature, self.signature, fn)
+        assert self.transforms.gradients, f"{self} has no gradient rule yet"
+        for signature, transforms in self.transforms.gradients:
+            transforms.vjp = second_vjp(signature, self.signature, fn)
         return fn
 
     def def_vjp_by_ops(self, signature: str) -> Callable[[Callable], Callable]:
