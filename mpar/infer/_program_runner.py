@@ -132,8 +132,8 @@ class ProgramRunner:
 
 
 def _laid_out(leaf: Tensor, axes: Axes) -> Tensor:
-    """A matrix in bfloat16 on a CPU with the features that products sum over next to each other in memory, because
-    products with a few rows are faster so. In float32 they are not."""
+    """A matrix in bfloat16 on a CPU with the features that products sum over next to each other in memory, as torch's products of
+    a few rows want it; in float32 they do not."""
     if leaf.device.type != "cpu" or leaf.dtype != torch.bfloat16 or "vocab" in axes[:1] or "expert" in axes:
         return leaf
     if len(axes) > 1 and axes[0] == "embed":

@@ -27,8 +27,22 @@ def scores_of(forwards: Forwards) -> Tensor:
     return scores_BS1[..., 0].to(torch.promote_types(scores_BS1.dtype, torch.float32))
 
 
+class _ScoreTask(Task):
+    """What is learned is a score of features."""
+
+    @property
+    def parameters(self) -> Mapping[str, Axes]:
+        """The vector that makes scores of features."""
+        return SCORE
+
+    @property
+    def reads_hidden(self) -> bool:
+        """It reads features, and no logits."""
+        return True
+
+
 @dataclass(frozen=True, kw_only=True)
-class Reward(Task):
+class Reward(_ScoreTask):
     """The mean over pairs of -log sigmoid(r_chosen - r_rejected - margin) + centre (r_chosen + r_rejected)^2, where r is the
     score at the last token of an answer (Bradley and Terry 1952; margin: Touvron et al. 2023, arXiv:2307.09288; centre:
     Eisenstein et al. 2023, arXiv:2312.09244).
@@ -48,16 +62,6 @@ class Reward(Task):
         """`ends` (B, S): the index of the answer of which a position is the last, else -1; signs, and margins."""
         entries = {"ends": Entry(BY_TOKEN, torch.int64), "signs": Entry(BY_ANSWER, torch.int64)}
         return {**entries, "margin": Entry(BY_ANSWER)} if self.margin == "data" else entries
-
-    @property
-    def parameters(self) -> Mapping[str, Axes]:
-        """The vector that makes scores of features."""
-        return SCORE
-
-    @property
-    def reads_hidden(self) -> bool:
-        """It reads features, and no logits."""
-        return True
 
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The number of pairs."""
@@ -82,7 +86,7 @@ class Reward(Task):
 
 
 @dataclass(frozen=True)
-class Prm(Task):
+class Prm(_ScoreTask):
     """The mean over steps of -log sigmoid(r) of those that are right and of -log sigmoid(-r) of those that are wrong, where r is
     the score at the last token of a step (Lightman et al. 2023, arXiv:2305.20050)."""
 
@@ -90,16 +94,6 @@ class Prm(Task):
     def entries(self) -> Mapping[str, Entry]:
         """`step_labels` (B, S): 1 or 0 at the last token of a step that is right or wrong, else -1."""
         return {"step_labels": Entry(BY_TOKEN, torch.int64)}
-
-    @property
-    def parameters(self) -> Mapping[str, Axes]:
-        """The vector that makes scores of features."""
-        return SCORE
-
-    @property
-    def reads_hidden(self) -> bool:
-        """It reads features, and no logits."""
-        return True
 
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The number of steps."""
