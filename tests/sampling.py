@@ -17,7 +17,7 @@ class Case:
     """One collected test.
 
     `module` and `function` say where it stands; `values` says, for each parameter, which of its values this case takes. `most` is
-    the number of cases of its function that the quick tier keeps; 0 leaves all of them to the full tier.
+    the number of cases of its function that the quick tier keeps; 0 leaves this case to the full tier.
     """
 
     module: str
@@ -38,8 +38,9 @@ def sample(cases: Sequence[Case], seed: int, *, wide: bool = False) -> list[bool
     order = sorted(range(len(cases)), key=lambda i: (cases[i].module, cases[i].function))
     for _, group in groupby(order, key=lambda i: (cases[i].module, cases[i].function)):
         ranked = sorted(group, key=lambda i: _rank(cases[i], seed))
-        most = min(cases[i].most for i in ranked)
-        for i in _covering(ranked, cases, (most * WIDE or CASES) if wide else most):
+        quick = [i for i in ranked if cases[i].most > 0]
+        most = min((cases[i].most for i in quick), default=0)
+        for i in _covering(ranked if wide else quick, cases, (most * WIDE or CASES) if wide else most):
             kept[i] = True
     return kept
 

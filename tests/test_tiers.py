@@ -152,6 +152,12 @@ def test_sample_prefers_new_values():
         assert {case.values["a"] for case in chosen} == set(range(5)) and {case.values["b"] for case in chosen} == set(range(3))
 
 
+def test_a_case_left_to_the_full_tier_leaves_the_others_of_its_function():
+    """The quick tier keeps the other case of that function."""
+    cases = [Case("m", "m::f", "small", {"size": 0}), Case("m", "m::f", "large", {"size": 1}, most=0)]
+    assert all(sample(cases, seed) == [True, False] for seed in SEEDS)
+
+
 def test_functions_of_a_module_share_their_cases():
     """Functions over the same cases keep the same ones; over the seeds, every case has its turn."""
     cases = [Case("m", function, str(i), {"i": i}, most=2) for function in ("m::f", "m::g") for i in range(6)]

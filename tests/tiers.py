@@ -8,7 +8,7 @@ Tests that a person asks for by name (a file, a node id, `-k`, `--lf`) all run i
 import os
 import subprocess
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ __all__ = ["COLLECTED", "examples", "values_asked_for"]
 
 MAX_WORKERS = 8  # each of them holds a gigabyte
 COLLECTED = pytest.StashKey[tuple[Case, ...]]()
-"""The tests that were collected and need no GPU, before the tier left any out."""
+"""The tests that were collected and need no GPU, before -k, -m or the tier left any out."""
 
 
 def examples(in_full_tier: int) -> int:
@@ -90,12 +90,17 @@ class _Ledger:
         self.num_selected = 0
         self.seconds: Counter[str] = Counter()
 
-    @pytest.hookimpl(trylast=True)  # -k and -m come first
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
+        collected = [item for item in items if item.get_closest_marker("gpu") is None]
+        config.stash[COLLECTED] = tuple(_case(item) for item in collected)
+        yield  # -k and -m leave out theirs
+        self._select(config, items)
+
+    def _select(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         wants_gpu = _wants_gpu(config)
         runnable = [item for item in items if wants_gpu or item.get_closest_marker("gpu") is None]
         cases = tuple(_case(item) for item in runnable)
-        config.stash[COLLECTED] = cases
         sampled = sample(cases, config.option.sample_seed, wide=config.option.wide)
         self.in_sample = {item.nodeid: in_sample for item, in_sample in zip(runnable, sampled, strict=True)}
         everything = config.option.full or wants_gpu or bool(config.option.keyword) or bool(config.getoption("lf", False))
