@@ -94,7 +94,10 @@ class Engine:
         self.num_steps += 1
         self.scheduler.finish_turns(turns)
         grown = [turn.request for turn in turns if turn.chooses and turn.request.finish is None]
-        logits = logits_RV[[request.row for request in grown]]
+        if not grown:
+            return []
+        rows = [request.row for request in grown]
+        logits = logits_RV if rows == list(range(len(logits_RV))) else logits_RV[rows]
         for request, chosen in zip(grown, choose(logits, [self._history(request) for request in grown]), strict=True):
             request.append(chosen)
             self._end(request)

@@ -35,6 +35,7 @@ SOURCE = "source"
 DTYPES = ("float32", "bfloat16", "float16")
 _LENGTH = 8192  # the most tokens of a prompt and its answer
 _STEP_TOKENS = 2048  # that one step reads
+_BESIDE_TOKENS = 256  # that one step reads while answers go on: they wait for it, and fewer would leave cores idle
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,8 @@ def load_assistant(
     group_rows = -(-rows // groups)
     sizes = Sizes(
         rows=group_rows * groups,
-        tokens=max(group_rows, _STEP_TOKENS),
+        tokens=max(2 * group_rows, _STEP_TOKENS),
+        beside=max(2 * group_rows, _BESIDE_TOKENS),
         length=length,
         pages=1 + group_rows * -(-length // 16),
         page_size=16,
