@@ -1,9 +1,9 @@
 """Scheduler: which tokens of which requests the next step reads, and which pages of the cache hold their keys and values.
 
 A step reads at most `Sizes.tokens` tokens of at most `Sizes.rows` requests. A request whose prompt is in the cache reads one
-token, the one chosen last. Room that is left goes to prompts, which may be read in several steps; it is less beside answers, which
-would have to wait for them. If the pages do not suffice, the request that came last gives its pages back, and is read again later.
-So the request that came first always goes on.
+token, the one chosen last. Room that is left goes to prompts, which may be read in several steps; there is less of it beside
+answers, which have to wait for the step. If the pages do not suffice, the request that came last gives its pages back, and is
+read again later. So the request that came first always goes on.
 """
 
 import bisect
