@@ -37,8 +37,8 @@ class Runner(Protocol):
         """The scores of texts of at least two tokens each, computed as wholes, without the cache. Raises ConfigError for one that
         is longer than rows may be."""
 
-    def prepare(self) -> None:
-        """Do now what the first steps would otherwise have to wait for."""
+    def prepare_next(self) -> bool:
+        """Do now a part of what the first steps would otherwise have to wait for; returns whether there is more to do."""
 
     def load(self, params: Mapping[str, Tensor]) -> None:
         """Compute with other parameters from now on: tensors by path, which are read as they are, not copied.

@@ -80,6 +80,7 @@ class Worker(threading.Thread):
         self._places: dict[Answer, tuple[Job, int, int]] = {}  # its job, its index there, and how many of its tokens were told
         self._jobs: dict[Job, int] = {}  # jobs that have not ended, with their numbers of answers that have not
         self._num_queued = 0  # answers that the event loop has asked for and the thread has not begun yet
+        self._prepares = True  # whether the runner has something to prepare
         self._lock = threading.Lock()
 
     @property
@@ -147,12 +148,17 @@ class Worker(threading.Thread):
         self.on_failure()
 
     def _take_commands(self) -> bool:
-        """Do all commands; wait for one while there is nothing to answer. Returns False when the thread is to end."""
+        """Do all commands; while there is nothing to answer, prepare for later steps, and then wait for a command. Returns False
+        when the thread is to end."""
         while True:
+            is_idle = self.assistant.is_idle
             try:
-                command = self._commands.get(block=self.assistant.is_idle)
+                command = self._commands.get(block=is_idle and not self._prepares)
             except queue.Empty:
-                return True
+                if not is_idle:
+                    return True
+                self._prepares = self.assistant.engine.runner.prepare_next()
+                continue
             if command is None:
                 return False
             command()
