@@ -19,7 +19,7 @@ from mpar.precision import Precision
 from mpar.strategy import Strategy, preset
 from mpar.tree import Tree
 
-__all__ = ["Leader", "ProgramRunner", "compile_decode", "follow", "generate", "make_runner", "num_groups"]
+__all__ = ["Leader", "ProgramRunner", "compile_decode", "divisible_pages", "follow", "generate", "make_runner", "num_groups"]
 
 
 def make_runner(
@@ -74,6 +74,13 @@ def generate(
     return continued(
         model, lambda sizes: make_runner(model, params, sizes, device=tokens_BS.device), tokens_BS, sampling, eos_ids
     )
+
+
+def divisible_pages(num_pages: int, mesh: Mesh, strategy: Strategy | str) -> int:
+    """The smallest number of pages, at least so many, that the ranks that share a cache divide evenly."""
+    table = preset(strategy) if isinstance(strategy, str) else strategy
+    ranks = mesh.axis_size(tuple(table.compute.get("pages", ())))
+    return -(-num_pages // ranks) * ranks
 
 
 def num_groups(mesh: Mesh, strategy: Strategy | str) -> int:

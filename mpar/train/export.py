@@ -17,7 +17,7 @@ from mpar.checkpoint import read_extras
 from mpar.data import Tokenizer
 from mpar.errors import CheckpointError
 from mpar.infer import Assistant, Sampling, Sizes, end_ids
-from mpar.infer.compile import make_runner, num_groups
+from mpar.infer.compile import divisible_pages, make_runner, num_groups
 from mpar.mesh import Mesh
 from mpar.models import HfReader, Model, Trainable
 from mpar.quantised import is_quantised_folder
@@ -34,6 +34,7 @@ __all__ = ["DTYPES", "SOURCE", "ExportOptions", "answer", "export_adapter", "exp
 SOURCE = "source"
 DTYPES = ("float32", "bfloat16", "float16")
 _LENGTH = 8192  # the most tokens of a prompt and its answer
+_PAGE_SIZE = 16
 _STEP_TOKENS = 2048  # that one step reads
 _BESIDE_TOKENS = 256  # that one step reads while answers go on: they wait for it, and fewer would leave cores idle
 
@@ -260,8 +261,8 @@ def load_assistant(
         tokens=max(2 * group_rows, _STEP_TOKENS),
         beside=max(2 * group_rows, _BESIDE_TOKENS),
         length=length,
-        pages=1 + group_rows * -(-length // 16),
-        page_size=16,
+        pages=divisible_pages(1 + group_rows * -(-length // _PAGE_SIZE), mesh, strategy),
+        page_size=_PAGE_SIZE,
         groups=groups,
     )
     runner = make_runner(model, params, sizes, mesh, strategy)
