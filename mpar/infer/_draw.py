@@ -1,6 +1,6 @@
 """Draw: tokens by chance from their scores, for many rows at once. A row is treated alone, and has noise of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,11 +38,12 @@ def kept_scores(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """The logits divided by the temperature, and -inf for tokens that top_k, top_p and min_p, in this order, cut off."""
     scores_RV = logits_RV / _column([sampling.temperature for sampling in samplings], logits_RV)
     size = scores_RV.shape[-1]
-    for cut_off, options in (
+    cuts: tuple[tuple[Callable[[Tensor, Sequence[float]], Tensor], Sequence[float]], ...] = (
         (_cut_by_count, [sampling.top_k if sampling.top_k < size else 0 for sampling in samplings]),
         (_cut_by_mass, [sampling.top_p if sampling.top_p < 1 else 0 for sampling in samplings]),
         (_cut_by_share, [sampling.min_p for sampling in samplings]),
-    ):
+    )
+    for cut_off, options in cuts:
         rows = [row for row, option in enumerate(options) if option]
         if len(rows) == len(options):
             scores_RV = cut_off(scores_RV, options)
@@ -55,10 +56,10 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
 
 
-def _cut_by_count(scores_RV: Tensor, counts: Sequence[int]) -> Tensor:
+def _cut_by_count(scores_RV: Tensor, counts: Sequence[float]) -> Tensor:
     """Keep the tokens whose score is at least the k-th largest."""
-    largest_RK = scores_RV.topk(max(counts)).values
-    last_R1 = largest_RK.gather(1, torch.tensor(counts, device=scores_RV.device)[:, None] - 1)
+    largest_RK = scores_RV.topk(int(max(counts))).values
+    last_R1 = largest_RK.gather(1, torch.tensor(counts, dtype=torch.int64, device=scores_RV.device)[:, None] - 1)
     return scores_RV.masked_fill(scores_RV < last_R1, -torch.inf)
 
 
