@@ -20,6 +20,8 @@ from mpar.train import key
 
 __all__ = ["ServeConfig", "main"]
 
+_END_S = 10.0  # for the step, or the program, at which the engine is
+
 _HELP = f"""usage: mpar serve path=RUN_OR_HF_FOLDER [port=8000] [key=value] ...
 
 Answers OpenAI's clients at http://HOST:PORT/v1, with a page to talk to the model at http://HOST:PORT/. Needs the extra `serve`:
@@ -75,8 +77,10 @@ def main(args: Sequence[str]) -> int:
         say_aside(f"{name}: http://{host}:{port}/ is the page, http://{host}:{port}/v1 the address for OpenAI's clients")
         server = uvicorn.Server(settings)
         worker.on_failure = lambda: setattr(server, "should_exit", True)
-        server.run(sockets=[listener])
-        worker.join(timeout=10)
+        try:
+            server.run(sockets=[listener])
+        finally:  # it raises the signal that has ended it, and a thread that compiles would abort the process at its end
+            worker.join(timeout=_END_S)
         if worker.failure:
             raise ProgramError(f"the server has stopped: {worker.failure}")
     return 0 if server.started else 1
