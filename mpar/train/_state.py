@@ -1,6 +1,6 @@
 """Makes the shards of a rank's state: fresh ones, from Hugging Face weights, or from a checkpoint of any mesh."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -203,6 +203,19 @@ def _exportable(model: Trainable, folder: str) -> Model:
     )
 
 
+def _idle_slots(program: Program, names: Iterable[str]) -> set[str]:
+    """Those of `names` that are slots of a parameter whose metric changes it, such as the bias of a router: the optimizer has
+    none for it. Checkpoints of versions in which it had some still have them, and nothing has ever changed them."""
+    kept = {leaf.path for leaf in program.state_in}
+    of_optimizer = {tuple(path.split(".", 2)[:2]) for path in kept if not path.startswith(PARAMS)}
+    idle = set()
+    for name in set(names) - kept:
+        *slot, path = name.split(".", 2)
+        if tuple(slot) in of_optimizer and PARAMS + path in kept and path not in program.facts.frozen:
+            idle.add(name)
+    return idle
+
+
 def load_state(
     program: Program, path: Path, rank: int, device: torch.device, *, params_only: bool = False
 ) -> tuple[State, Progress]:
@@ -225,9 +238,10 @@ def load_state(
             f"cannot go on from {path}: it has parameters only, since it was saved with checkpoint.optimizer_state=false.\n"
             "To go on with a fresh optimizer: resume=weights. To begin a new run with them: init_from= and a new run_dir."
         )
+    idle = _idle_slots(program, others)
     if params_only:
         others |= {name for name in checkpoint.names(path) if name.removeprefix(PARAMS).startswith(BESIDE_MODEL)} - wanted.keys()
-    elsewhere = {leaf.path for leaf in program.state_in} - wanted.keys() | (others if params_only else set())
+    elsewhere = {leaf.path for leaf in program.state_in} - wanted.keys() | (others if params_only else idle)
     loaded = checkpoint.load(path, wanted, program.mesh, rank, elsewhere=elsewhere)
     progress = Progress.from_extras(checkpoint.read_extras(path), path)
     leaves = {
