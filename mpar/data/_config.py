@@ -48,8 +48,8 @@ class DataConfig:
     model_name, model_author: replace {{NAME}} and {{AUTHOR}}. Of a pair (Chinese, English), Chinese rows get the first.
     cache_dir: folder that keeps tokenised documents. Its entries are keyed by the files' content and by all that documents
         depend on.
-    workers: processes that tokenise; with one or none, this one does, on all cores. Of a stream: processes beside this one, or
-        none.
+    workers: processes that tokenise, of which this is one; with one or none, it does alone, on all cores. Of a stream: processes
+        beside this one, or none.
     stream: rows are read as they are needed, over and over, in blocks of `shuffle_rows` rows. Documents are packed and shuffled
         within a block, and a few blocks are in memory.
     strict: a malformed row is an error.
