@@ -16,6 +16,8 @@ NAMES: Mapping[str, str] = {
     "format": "mpar.rollouts.rewards._exact:format_matches",
     "length": "mpar.rollouts.rewards._exact:length",
     "overlong": "mpar.rollouts.rewards._exact:overlong",
+    "cosine": "mpar.rollouts.rewards._shape:cosine",
+    "repetition": "mpar.rollouts.rewards._shape:repetition",
     "code": "mpar.rollouts.rewards._code:code_runs",
 }
 """The rewards that have names, and their functions."""
