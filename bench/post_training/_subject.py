@@ -111,6 +111,3 @@ def save_program(folder: Path, case: str, cfg, mesh: Mesh, strategy: str, rows: 
     return program
 
 
-def take(steps: Iterator, count: int) -> list:
-    """The first `count` of an endless iterator."""
-    return list(itertools.islice(steps, count))
