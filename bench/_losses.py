@@ -19,9 +19,7 @@ def check_losses(mean_losses: Mapping[str, Sequence[float]], tolerance: float = 
         spread = (max(values) - min(values)) / abs(values[0])
         if not spread <= tolerance:
             shown = "\n".join(f"  {name:20s} {value:.7f}" for name, value in zip(names, values, strict=True))
-            raise LossesDiffer(
-                f"step {index}: losses differ by {spread:.2e}, more than {tolerance:.0e} of the first:\n{shown}"
-            )
+            raise LossesDiffer(f"step {index}: losses differ by {spread:.2e}, more than {tolerance:.0e} of the first:\n{shown}")
         worst = max(worst, spread)
     return worst
 

@@ -38,9 +38,7 @@ def _summarised(case: str, measured: list[Measured], args: argparse.Namespace, a
         line |= {f"{key}_ms": round(median_ms(clock[name]), 2) for key, clock in clocks.items()}
         if name != "mpar":
             package = _PEERS[case]
-            line |= {
-                f"mpar_over_this_{key}": paired_ratio(clock["mpar"], clock[name]).rounded() for key, clock in clocks.items()
-            }
+            line |= {f"mpar_over_this_{key}": paired_ratio(clock["mpar"], clock[name]).rounded() for key, clock in clocks.items()}
             line |= {"version": f"{package} {importlib.metadata.version(package)}", "bar": _BARS.get(int(str(about["ranks"])))}
         results.append(Result.of(about | line, this_run()))
     return results

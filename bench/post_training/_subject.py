@@ -1,6 +1,5 @@
 """What is trained: the peers' model with an adapter, or by pairs of answers, and the rows of each step."""
 
-import itertools
 import json
 import pickle
 from collections.abc import Iterator
@@ -109,5 +108,3 @@ def save_program(folder: Path, case: str, cfg, mesh: Mesh, strategy: str, rows: 
     (folder / "program.pickle").write_bytes(pickle.dumps(program))
     torch.save(leaves, folder / "params.pt")
     return program
-
-

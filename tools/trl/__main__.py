@@ -6,12 +6,12 @@ import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tools import trl
-from tools.trl._cases import CASES, OLD, ROWS, Case
+from tools.trl._cases import CASES, ROWS, Case
 from tools.trl._mpar import answer, save_models
 
 _ASK = Path(__file__).with_name("_ask.py")

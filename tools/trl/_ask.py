@@ -79,9 +79,7 @@ def loss(folder: Path, case: dict, rows: list[dict]) -> dict:
             lambda row: {side: row["prompt"] + row[side] for side in ("chosen", "rejected")}, remove_columns=["prompt"]
         )
     size = models["model"].config.vocab_size
-    trainer = Sequential(
-        **models, args=config(**args, **case["options"]), train_dataset=data, processing_class=tokenizer(size)
-    )
+    trainer = Sequential(**models, args=config(**args, **case["options"]), train_dataset=data, processing_class=tokenizer(size))
     trainer.model.eval()  # there is no dropout; metrics are those of training
     batch = next(iter(trainer.get_train_dataloader()))
     trainer.model.train()

@@ -59,9 +59,7 @@ CASES: Mapping[str, Case] = {
         {"1.": _TOKENS, OLD: f"{_TOKENS}; token 0 is left out, prompts count"},
     ),
     "dpo ld_alpha 0.4": Case(Dpo(beta=0.3, ld_alpha=0.4), "DPO", {"beta": 0.3, "ld_alpha": 0.4}),
-    "dpo forward_kl": Case(
-        Dpo(beta=0.3, divergence="forward_kl"), "DPO", {"beta": 0.3, "f_divergence_type": "forward_kl"}
-    ),
+    "dpo forward_kl": Case(Dpo(beta=0.3, divergence="forward_kl"), "DPO", {"beta": 0.3, "f_divergence_type": "forward_kl"}),
     "dpo js": Case(Dpo(beta=0.3, divergence="js"), "DPO", {"beta": 0.3, "f_divergence_type": "js_divergence"}),
     "dpo alpha 0.5": Case(
         Dpo(beta=0.3, divergence="alpha", divergence_alpha=0.5),
@@ -69,9 +67,7 @@ CASES: Mapping[str, Case] = {
         {"beta": 0.3, "f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.5},
     ),
     "kto": Case(Kto(beta=0.3), "KTO", {"beta": 0.3}),
-    "kto, weights 1 and 1.3": Case(
-        Kto(beta=0.3, undesirable_weight=1.3), "KTO", {"beta": 0.3, "undesirable_weight": 1.3}
-    ),
+    "kto, weights 1 and 1.3": Case(Kto(beta=0.3, undesirable_weight=1.3), "KTO", {"beta": 0.3, "undesirable_weight": 1.3}),
     "kto apo_zero_unpaired": Case(
         Kto(beta=0.3, loss_type="apo_zero_unpaired"), "KTO", {"beta": 0.3, "loss_type": "apo_zero_unpaired"}
     ),
@@ -81,9 +77,7 @@ CASES: Mapping[str, Case] = {
     "cpo hinge": Case(
         Cpo(beta=0.3, cpo_alpha=0.0, loss_type="hinge"), "CPO", {"beta": 0.3, "cpo_alpha": 0.0, "loss_type": "hinge"}
     ),
-    "cpo ipo": Case(
-        Cpo(beta=0.3, cpo_alpha=0.0, loss_type="ipo"), "CPO", {"beta": 0.3, "cpo_alpha": 0.0, "loss_type": "ipo"}
-    ),
+    "cpo ipo": Case(Cpo(beta=0.3, cpo_alpha=0.0, loss_type="ipo"), "CPO", {"beta": 0.3, "cpo_alpha": 0.0, "loss_type": "ipo"}),
     "simpo": Case(
         Cpo(beta=2.0, cpo_alpha=0.0, loss_type="simpo", gamma=1.0),
         "CPO",

@@ -110,4 +110,3 @@ def _labels(task: Task) -> dict[str, Tensor]:
             batch["signs"][index, place] = sign
             begin = end
     return batch
-
