@@ -165,7 +165,7 @@ def _contract(
     if batch:
         groups_a, groups_b = [batch, *groups_a], [batch, *groups_b]
     view_a, view_b = _matrix(in_a, groups_a, strides_a, sizes), _matrix(in_b, groups_b, strides_b, sizes)
-    multiply = torch.bmm if batch else torch.mm
+    multiply: Callable[[Tensor, Tensor], Tensor] = torch.bmm if batch else torch.mm
     if not batch and math.prod(sizes[c] for c in columns) < fewest_columns <= math.prod(sizes[c] for c in rows):
         multiply = _transposed_mm
     natural = batch + rows + columns

@@ -16,7 +16,7 @@ from tools.trl._mpar import answer, save_models
 
 _ASK = Path(__file__).with_name("_ask.py")
 _CLOSE = 2e-5
-"""Two numbers are equal if they differ by no more than this of the larger, or by this if both are below 1; TRL computes in float32."""
+"""Numbers that differ by no more than this, of the larger if that is above 1, are equal: TRL computes in float32."""
 _METRICS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected", "kl")
 
 
@@ -55,16 +55,15 @@ def _table(
     ours: Mapping[str, tuple[float, Mapping[str, float]]], theirs: Mapping[str, Mapping[str, Any]]
 ) -> tuple[list[str], list[str]]:
     """The lines of the table, and what is not as it should be."""
-    lines = [f"| loss | mpar |{''.join(f' TRL {version} |' for version in theirs)} metrics | why |"]
-    lines.append("| --- |" + " --- |" * (len(theirs) + 3))
+    lines = [f"| loss | mpar |{''.join(f' TRL {version} |' for version in theirs)} why, and metrics that differ |"]
+    lines.append("| --- |" + " --- |" * (len(theirs) + 2))
     problems = []
     for name, (loss, means) in ours.items():
-        cells, reasons, worse = [], [], []
+        cells, reasons = [], []
         for version, answers in theirs.items():
             found, reason = answers[name], _reason(CASES[name], version)
             if "missing" in found:
                 cells.append("refused")
-                reasons.append(f"{version}: {found['missing'].splitlines()[0][:90]}")
                 continue
             same = _close(loss, found["loss"])
             cells.append("equal" if same else f"{found['loss']:.6f}")
@@ -72,8 +71,8 @@ def _table(
                 problems.append(f"{name}: mpar {loss:.7f}, TRL {version} {found['loss']:.7f}, expected {reason or 'equal'}")
             if reason and not same:
                 reasons.append(f"{version}: {reason}")
-            worse += _other_metrics(means, found["metrics"], version)
-        lines.append(f"| {name} | {loss:.6f} | {' | '.join(cells)} | {'; '.join(worse) or 'equal'} | {'; '.join(reasons)} |")
+            reasons += _other_metrics(means, found["metrics"], version)
+        lines.append(f"| {name} | {loss:.6f} | {' | '.join(cells)} | {'; '.join(reasons)} |")
     return lines, problems
 
 
@@ -82,11 +81,12 @@ def _reason(case: Case, version: str) -> str | None:
 
 
 def _other_metrics(ours: Mapping[str, float], theirs: Mapping[str, float], version: str) -> list[str]:
-    """The metrics that both have, and that differ."""
-    both = [name for name in _METRICS if name in ours and name in theirs]
-    return [
-        f"{version}: {name} {theirs[name]:.4f}, mpar {ours[name]:.4f}" for name in both if not _close(ours[name], theirs[name])
-    ]
+    """The metrics that both have and that differ: all names, and the values of the first."""
+    differ = [name for name in _METRICS if name in ours and name in theirs and not _close(ours[name], theirs[name])]
+    if not differ:
+        return []
+    first = differ[0]
+    return [f"{version}: {', '.join(differ)} ({first} {theirs[first]:.4f}, mpar {ours[first]:.4f})"]
 
 
 def _close(one: float, other: float) -> bool:

@@ -58,7 +58,8 @@ def answer(task: Task, folder: Path) -> tuple[float, dict[str, float]]:
     params = _params(chain, model, folder)
     full = _labels(task)
     batch = {key: full[key] for key in chain.batch_axes if key in full}
-    x, context, total, metrics = None, chain.context(batch), torch.zeros((), dtype=torch.float64), {}
+    x, context, total = None, chain.context(batch), torch.zeros((), dtype=torch.float64)
+    metrics: dict[str, Tensor] = {}
     for segment in chain.segments:
         x, losses, *more = segment.fn(tuple(tree.get(params, path) for path in segment.paths), x, context, training=True)
         total = total + sum(losses.values())
