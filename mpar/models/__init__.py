@@ -11,7 +11,7 @@ from mpar.models._flops import flops_per_token
 from mpar.models._freeze import FrozenModel, freeze, with_frozen
 from mpar.models._language_head import HiddenHead, LanguageHead
 from mpar.models._matrix import Matrix, MatrixLeaf
-from mpar.models._model import Model, Read, Trainable
+from mpar.models._model import Model, Multiplications, Read, Trainable
 from mpar.models._options import ModelOptions
 from mpar.models._scored import ScoredDecoder
 from mpar.models._storage import read_params, storage_specs
@@ -98,6 +98,7 @@ __all__ = [
     "Model",
     "ModelOptions",
     "MoeConfig",
+    "Multiplications",
     "Read",
     "ScoredDecoder",
     "StoredLeaf",
