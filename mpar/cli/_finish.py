@@ -11,8 +11,9 @@ from mpar.cli._finished import note_finished
 from mpar.cli._screen import encode_everything, say
 from mpar.errors import CheckpointError
 from mpar.train import TrainConfig, make_mesh, make_tokenizer, num_threads, read_job, read_metrics
+from mpar.train.answers import answer
 from mpar.train.curve import draw_experts, draw_loss, draw_numbers
-from mpar.train.export import answer, export_adapter, export_hf, exportable
+from mpar.train.export import export_adapter, export_hf, exportable
 
 __all__ = ["finish", "main"]
 

@@ -157,7 +157,7 @@ class _Yardstick:
     @classmethod
     def of(cls, rank: Rank) -> "_Yardstick":
         shape = rank.batches.shape
-        flops, causal = (flops_per_token(rank.setup.model, shape.seq_len, causal=causal) for causal in (False, True))
+        flops, causal = (flops_per_token(rank.setup.counted, shape.seq_len, causal=causal) for causal in (False, True))
         return cls(flops, causal, shape.batch_size * shape.seq_len, rank.program.predict().peak_bytes)
 
     def record(

@@ -72,6 +72,11 @@ class RunSetup:
     hardware: Hardware
     kernels: Kernels
 
+    @property
+    def counted(self) -> Trainable:
+        """What FLOPs are counted of: what is trained, or the model, where a chain does not say what it multiplies."""
+        return self.chain if isinstance(self.chain, Trainable) else self.model
+
 
 def make_setup(config: TrainConfig) -> RunSetup:
     """The objects that `config` names. Of files, only the config.json of the model may be read.
