@@ -17,6 +17,7 @@ from mpar.rollouts import list_rollouts, read_rollouts
 from mpar.train import (
     Progress,
     Rank,
+    RolloutPrograms,
     Saving,
     StepRecord,
     Stop,
@@ -29,7 +30,8 @@ from mpar.train import (
     run_steps,
     start,
 )
-from mpar.train.compile import compile_program
+from mpar.train._reward_models import find_reward_model, reward_folders
+from mpar.train.compile import compile_measure, compile_program, compile_scorer
 from tests.train.test_health import alone
 
 CPU = torch.device("cpu")
@@ -84,6 +86,19 @@ def compiled(overrides: tuple[str, ...]) -> Program:
     return compile_program(make_setup(compose_config("train", TrainConfig, [*COMMON, *overrides, "steps=1"])[0]))
 
 
+@functools.cache
+def rollout_programs(overrides: tuple[str, ...]) -> RolloutPrograms:
+    """The programs of forwards of a run."""
+    setup = make_setup(compose_config("train", TrainConfig, [*COMMON, *overrides, "steps=1"])[0])
+    if not setup.config.task.draws:
+        return RolloutPrograms()
+    measure = compile_measure(setup, compiled(overrides)) if setup.chain.task.measured else None
+    folders = reward_folders(setup.config.task)
+    return RolloutPrograms(
+        measure, {folder: compile_scorer(setup, find_reward_model(folder, setup.model).model) for folder in folders}
+    )
+
+
 def trained(run_dir: Path, steps: int, *overrides: str, init: Path | None = None) -> list[StepRecord]:
     """The records of a run in this process, which goes on from the newest checkpoint in its folder."""
     given = [*COMMON, *overrides, f"run_dir={run_dir}", f"steps={steps}", "data.tokenizer=digits"]
@@ -95,7 +110,7 @@ def trained(run_dir: Path, steps: int, *overrides: str, init: Path | None = None
     with Watch(run_dir / "place") as watch:
         run = program.bind(counter=watch, progress=watch)
         stop, saving = Stop(alone), Saving(config, resolved, program, 0, CPU, alone, watch, str)
-        draw_rollouts(setup, program, data, 0, lambda mine: [mine], CPU)
+        draw_rollouts(setup, program, data, 0, lambda mine: [mine], CPU, rollout_programs(overrides))
         rank = Rank(setup, program, data.training, 0, CPU, run, watch, saving, stop, alone, data.items)
         state, progress = start(rank, checkpoint.latest(run_dir / "checkpoints"), init)
         run_steps(rank, state, progress, records.append)
@@ -133,6 +148,26 @@ def test_a_run_goes_on_between_two_updates_with_the_same_bits(arithmetic):
             assert torch.equal(one.read(name), parts.read(name)), name
     for path in list_rollouts(arithmetic / "one" / "rollouts"):
         assert path.read_bytes() == (arithmetic / "parts" / "rollouts" / path.name).read_bytes()
+
+
+PPO = (
+    *("task=ppo", "task.rewards=[exact]", "task.max_new_tokens=3", "task.max_prompt_tokens=5", "task.rollout_rounds=3"),
+    *("data.seq_len=28", "data.batch_size=8", "data.sources=[prompts.jsonl]"),
+)
+
+
+def test_ppo_learns_to_add(arithmetic):
+    """From the same start, PPO with its value head takes the share of right answers up; it starts from old values of zero."""
+    sft = ("task=sft", "data.seq_len=64", "data.batch_size=8", "data.sources=[noisy.jsonl]", "optimizer.lr=1e-2")
+    trained(arithmetic / "noisy", 100, *sft)
+    init = checkpoint.latest(arithmetic / "noisy" / "checkpoints")
+    more = ("data.batch_size=16", "optimizer.lr=4e-3", "task.beta=0.01")
+    records = trained(arithmetic / "ppo", 180, *PPO, *more, init=init)
+    rewards = [record.batch_numbers["reward"] for record in records if record.batch_numbers]
+    print(rewards, [round(r.task_means["values"], 3) for r in records[::10]], records[-1].task_means)
+    assert records[0].task_means["values"] == 0
+    assert sum(rewards[:5]) / 5 < 0.3
+    assert sum(rewards[-10:]) / 10 > 0.6
 
 
 def test_it_is_held_to_the_model_of_the_beginning(arithmetic):
