@@ -35,7 +35,7 @@ class Measuring:
         pieces: dict[str, list[Tensor]] = {}
         for begin in range(0, len(next(iter(read.values()))), size):
             local = batch_rows(program, {key: x[begin : begin + size] for key, x in read.items()}, self.rank)
-            _, results = self.run(state, {key: x.to(self.device) for key, x in local.items()})
+            state, results = self.run(state, {key: x.to(self.device) for key, x in local.items()})
             for name, x_BS in results.items():
                 if x_BS.ndim < 2:  # the program reports a loss, too, which is zero
                     continue

@@ -10,7 +10,7 @@ from mpar.checkpoint import read_extras
 from mpar.errors import ConfigError
 from mpar.models import Trainable
 from mpar.program import Program, State
-from mpar.rollouts import Reward, RewardSpec, Rollout
+from mpar.rollouts import Reward, Rollout
 from mpar.train._changes import model_then
 from mpar.train._config import TaskConfig
 from mpar.train._measure import Measuring
@@ -100,7 +100,9 @@ def _scorer(
         ids = [(*rollout.prompt_ids, *rollout.answer_ids) for rollout in rollouts]
         num_rows = -(-len(ids) // per_row)
         size = (-(-num_rows // shape.num_rows) * shape.num_rows, shape.seq_len)
-        batch = {key: torch.full(size, fill) for key, fill in (("tokens", 0), ("labels", -100), ("positions", 0), ("documents", -1))}
+        batch = {
+            key: torch.full(size, fill) for key, fill in (("tokens", 0), ("labels", -100), ("positions", 0), ("documents", -1))
+        }
         ends: list[tuple[int, int]] = []
         for number, tokens in enumerate(ids):
             row, index = divmod(number, per_row)

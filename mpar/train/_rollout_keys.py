@@ -34,10 +34,15 @@ class RolloutKeys:
     lam: float | None = key("ppo: how far advantages look ahead, 1: to the end", default=None, at_least=0, at_most=1)
     temperature: float | None = key("gkd: what logits are divided by", default=None, above=0)
     teacher: str | None = key(
-        "gkd: the Hugging Face folder of the model that is learned from, or a run with one; it has the same vocabulary", default=None
+        "gkd: the Hugging Face folder of the model that is learned from, or a run with one; it has the same vocabulary",
+        default=None,
     )
-    lmbda: float = key("gkd: the share of answers that the model draws itself; the others are those of the data", default=0.5,
-                       at_least=0, at_most=1)
+    lmbda: float = key(
+        "gkd: the share of answers that the model draws itself; the others are those of the data",
+        default=0.5,
+        at_least=0,
+        at_most=1,
+    )
     seq_kd: bool = key("gkd: the teacher draws the other answers", default=False)
 
     group_size: int = key("answers to each prompt, which are compared with each other", default=8, at_least=1)

@@ -70,7 +70,10 @@ def draw_rollouts(
     shuffle = config.data.shuffle
     prompts = Prompts(batches.prompts.documents, seed=config.seed, shuffle=shuffle, max_tokens=plan.max_prompt_tokens)
     rows = RowShape(
-        batch_size(config) // num_microbatches(config), seq_len(config), plan.max_prompt_tokens + plan.max_tokens, config.timeout_s
+        batch_size(config) // num_microbatches(config),
+        seq_len(config),
+        plan.max_prompt_tokens + plan.max_tokens,
+        config.timeout_s,
     )
     sampler = _sampler(setup, setup.model, batches, tokenizer, device)
     drawing = Drawing(

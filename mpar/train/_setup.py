@@ -182,7 +182,9 @@ def chain_of(config: TrainConfig, model: Trainable) -> Chain:
         task = make_task(config.task)
         if task is None:
             return model
-        compared = (teacher_of(config), False) if config.task.learn == "gkd" else _reference(config.task, model) if task.compares else ()
+        compared = (
+            (teacher_of(config), False) if config.task.learn == "gkd" else _reference(config.task, model) if task.compares else ()
+        )
         chain: Chain = TaskChain(model, task, *compared)
         check_chain(chain, trains=True)
         return chain
@@ -219,8 +221,10 @@ def teacher_of(config: TrainConfig) -> Trainable:
 def teacher_folder(task: TaskConfig) -> str:
     """The Hugging Face folder of the teacher: `task.teacher`, or in that folder the one that a run has written."""
     assert task.teacher is not None
-    return next((str(folder) for folder in (Path(task.teacher), Path(task.teacher) / "hf") if (folder / "config.json").is_file()),
-                task.teacher)
+    return next(
+        (str(folder) for folder in (Path(task.teacher), Path(task.teacher) / "hf") if (folder / "config.json").is_file()),
+        task.teacher,
+    )
 
 
 def _reference(config: TaskConfig, model: Trainable) -> tuple[Trainable, bool]:

@@ -137,7 +137,16 @@ class Progress:
         return reached if resume.state == "all" else replace(reached, optimizer_start=self.step, health=Health())
 
 
-def fresh_state(program: Program, model: Trainable, rank: int, *, seed: int, source: str | None, device: torch.device, teacher: str | None = None) -> State:
+def fresh_state(
+    program: Program,
+    model: Trainable,
+    rank: int,
+    *,
+    seed: int,
+    source: str | None,
+    device: torch.device,
+    teacher: str | None = None,
+) -> State:
     """This rank's shards before the first step; the optimizer's state is zero. Parameters are drawn from `seed`; those of the
     model that others are made of, without adapters, are read from `source` if it is given, a Hugging Face folder or a checkpoint.
     A checkpoint may also have those of adapters and of the task. A reference model begins as the model does, a
@@ -153,7 +162,9 @@ def fresh_state(program: Program, model: Trainable, rank: int, *, seed: int, sou
         readers = dict.fromkeys(paths, read)
         if teacher is not None:
             readers |= {
-                prefix: sources.enter_context(_source(model.parts[prefix], seed, teacher, check=True)) for prefix in paths if prefix
+                prefix: sources.enter_context(_source(model.parts[prefix], seed, teacher, check=True))
+                for prefix in paths
+                if prefix
             }
         for leaf in program.part(rank).state_in:
             kind, _, path = leaf.path.partition(".")
@@ -295,9 +306,7 @@ def _check_params(model: Trainable, reader: checkpoint.Reader) -> None:
     expected = {PARAMS + name: (tuple(leaf.shape), leaf.dtype) for name, leaf in leaves}
     beside = tuple(PARAMS + beginning for beginning in BESIDE_MODEL)
     found = {
-        name: (x.shape, x.dtype)
-        for name, x in reader.tensors.items()
-        if name.startswith(PARAMS) and not name.startswith(beside)
+        name: (x.shape, x.dtype) for name, x in reader.tensors.items() if name.startswith(PARAMS) and not name.startswith(beside)
     }
     problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
     problems += [f"unexpected: {name}" for name in sorted(found.keys() - expected.keys())]

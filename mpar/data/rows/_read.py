@@ -11,8 +11,8 @@ from mpar.data.rows._message import Media, check_unicode
 from mpar.data.rows._preference import labelled, preference
 from mpar.data.rows._preprocess import Preprocess, preprocess_function
 from mpar.data.rows._prompt import prompt
-from mpar.data.rows._stepwise import stepwise
 from mpar.data.rows._row import BadRow, EmptyRow, FilteredRow, MediaRow, Row, RowFault
+from mpar.data.rows._stepwise import stepwise
 from mpar.errors import brief
 
 __all__ = ["AnyRow", "Columns", "read_rows", "row_reader"]

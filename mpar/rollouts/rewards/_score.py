@@ -113,9 +113,7 @@ def _values(reward: Reward, rollouts: Sequence[Rollout], time_s: float | None) -
         raise RewardError(f"cannot reward answers with {reward.name}: {error}") from error
     except (Exception, SystemExit) as error:
         at = "" if followed.last is None else f"; the last rollout that it read is {_described(followed.last)}"
-        raise RewardError(
-            f"cannot reward answers with {reward.name}: it raised {type(error).__name__}: {error}{at}"
-        ) from error
+        raise RewardError(f"cannot reward answers with {reward.name}: it raised {type(error).__name__}: {error}{at}") from error
     if isinstance(found, str | Mapping) or not hasattr(found, "__iter__"):
         raise RewardError(f"cannot reward answers with {reward.name}: it returned {brief(found)}, not a number for each rollout")
     values = list(found)
