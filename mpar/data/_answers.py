@@ -22,8 +22,8 @@ class Answers:
     """The entries that batches have besides those of fine-tuning.
 
     count:      how many answers a row may hold, which is the length of all columns.
-    keys:       which entries there are. (B, S): `answers`, `indices`, `ends`, `step_labels`. (B, count): `signs`, `beta`, `margin`,
-                `reference_logps`. See `mpar.tasks.Task`.
+    keys:       which entries there are. (B, S): `answers`, `indices`, `ends`, `step_labels`. (B, count): `signs`, `beta`,
+                `margin`, `reference_logps`. See `mpar.tasks.Task`.
     prompts:    labels are given at all positions, not only where they count for an answer.
     scored:     documents have a position for their last token, too, at which it is scored.
     mismatched: behind each document there is one with the same question and the answer to another one, of sign 2.

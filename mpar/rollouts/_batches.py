@@ -180,7 +180,8 @@ class RolloutBatches(Batches):
 
     def _compared(self, number: int, rollouts: list[Rollout], params: Mapping[str, Tensor]) -> list[Rollout]:
         """The rollouts with advantages: of answers, and if the plan has them of tokens, with what is measured for that."""
-        measure, by_token = self._drawing and self._drawing.measure, self.plan.by_token
+        assert self._drawing is not None
+        measure, by_token = self._drawing.measure, self.plan.by_token
         if measure is not None:
             self._number, self._rollouts = number, tuple(rollouts)
             rollouts = [rollout for step in range(self.plan.num_batches) for rollout in self._measured(step, measure, params)]

@@ -112,8 +112,8 @@ def _of_rollouts(config: TrainConfig) -> Iterator[str]:
         yield f"task.reward_options is for {', '.join(unknown)}, which task.rewards={list(task.rewards)} does not have"
     if task.reward_time_s >= config.timeout_s and task.rewards:
         yield (
-            f"task.reward_time_s={task.reward_time_s:g} is not below timeout_s={config.timeout_s:g}: the other ranks would give up "
-            "before a reward that takes too long is named"
+            f"task.reward_time_s={task.reward_time_s:g} is not below timeout_s={config.timeout_s:g}: the other ranks would give "
+            "up before a reward that takes too long is named"
         )
     if config.evaluation.sources is not None or config.evaluation.fraction is not None:
         yield "evaluation: the loss of such a task is about answers that are drawn in training; leave evaluation out"
@@ -127,7 +127,7 @@ def _of_teacher(task: TaskConfig) -> Iterator[str]:
     if task.rewards:
         yield "task.rewards: task.learn=gkd learns from every answer, whatever it is worth"
     if task.kind == "prompt" and task.lmbda < 1 and not task.seq_kd:
-        yield f"task.kind=prompt with task.lmbda={task.lmbda:g}: prompts have no answers; use task.kind=sft, lmbda=1 or seq_kd=true"
+        yield f"task.kind=prompt with task.lmbda={task.lmbda:g}: prompts have no answers; use kind=sft, lmbda=1 or seq_kd=true"
     if task.seq_kd and task.lmbda == 1:
         yield "task.seq_kd=true with task.lmbda=1: the model draws all answers itself, so the teacher draws none"
 

@@ -21,8 +21,9 @@ class Job:
     Hugging Face folder that has the first parameters of a fresh start, if any. changes: what differs from the configuration that
     the checkpoint records, a line each. fingerprint: of the data, as they were when the job was prepared.
     optimizer_steps: for how many steps the learning rate is made; None: those of the configuration. reference: the program that
-    gives the log-probabilities of a reference model before the first step, if the batches of the run have them. measure: the program that gives what the task
-    measures of answers. scorers: those that score answers, by the folder of the reward model."""
+    gives the log-probabilities of a reference model before the first step, if the batches of the run have them.
+    measure: the program that gives what the task measures of answers. scorers: those that score answers, by the folder of the
+    reward model."""
 
     config: TrainConfig
     resolved: PlainConfig

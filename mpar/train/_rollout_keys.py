@@ -47,8 +47,8 @@ class RolloutKeys:
 
     group_size: int = key("answers to each prompt, which are compared with each other", default=8, at_least=1)
     rewards: tuple[str, ...] = key(
-        "what answers are worth: the folder of a run with task=reward, exact, format, length, overlong, cosine, repetition, code, "
-        "module:function of your own",
+        "what answers are worth: the folder of a run with task=reward, exact, format, length, overlong, cosine, repetition, "
+        "code, module:function of your own",
         default=(),
     )
     reward_weights: tuple[float, ...] | None = key("what each reward is multiplied by; null: 1", default=None)

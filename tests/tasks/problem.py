@@ -46,8 +46,8 @@ def answers_batch(lengths: Sequence[Sequence[int]] = LENGTHS, seq_len: int = 16,
 class Problem:
     """A chain with a task, parameters, a batch, and loss, gradients and metrics on one rank, in equal microbatches.
 
-    reference: whether the same model is the reference, with other parameters, or which model is. adapt: makes the policy of the model, which is then the reference without a copy. zeros: how the paths of parameters end that
-    are zero.
+    reference: whether the same model is the reference, with other parameters; or which model is. adapt: makes the policy of the
+    model, which is then the reference without a copy. zeros: how the paths of parameters end that are zero.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import SupportsIndex, overload
+from typing import overload
 
 from mpar.errors import RewardError
 from mpar.rollouts._rollout import Rollout
@@ -28,12 +28,12 @@ class Followed(Sequence[Rollout]):
         return len(self._rollouts)
 
     @overload
-    def __getitem__(self, index: SupportsIndex) -> Rollout: ...
+    def __getitem__(self, index: int) -> Rollout: ...
 
     @overload
     def __getitem__(self, index: slice) -> Sequence[Rollout]: ...
 
-    def __getitem__(self, index: SupportsIndex | slice) -> Rollout | Sequence[Rollout]:
+    def __getitem__(self, index: int | slice) -> Rollout | Sequence[Rollout]:
         """One of them, or some."""
         if isinstance(index, slice):
             return self._rollouts[index]

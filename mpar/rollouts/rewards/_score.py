@@ -106,8 +106,8 @@ def _values(reward: Reward, rollouts: Sequence[Rollout], time_s: float | None) -
     except OutOfTime:
         at = "before it read one" if followed.last is None else f"the last that it read is {_described(followed.last)}"
         raise RewardError(
-            f"cannot reward answers with {reward.name}: task.reward_time_s={time_s:g} seconds are over, and it has not returned for "
-            f"{len(rollouts)} rollouts; {at}.\nLet it give up by itself, which None says, or allow it more time."
+            f"cannot reward answers with {reward.name}: task.reward_time_s={time_s:g} seconds are over, and it has not returned "
+            f"for {len(rollouts)} rollouts; {at}.\nLet it give up by itself, which None says, or allow it more time."
         ) from None
     except MparError as error:
         raise RewardError(f"cannot reward answers with {reward.name}: {error}") from error
