@@ -85,7 +85,8 @@ class RowShape:
         if self.most_tokens > self.seq_len:
             raise ConfigError(
                 f"cannot score answers in rows of data.seq_len={self.seq_len}: a prompt and its answer may have "
-                f"{self.most_tokens} tokens, and a score is read at the last one. Raise data.seq_len, or lower task.max_prompt_tokens."
+                f"{self.most_tokens} tokens, and a score is read at the last one. Raise data.seq_len, or lower "
+                "task.max_prompt_tokens."
             )
         return self.seq_len // self.most_tokens
 

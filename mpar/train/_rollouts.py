@@ -12,7 +12,7 @@ from mpar import tree
 from mpar.data import Tokenizer
 from mpar.errors import ConfigError
 from mpar.infer import Runner, Sizes, end_ids
-from mpar.models import Model, Trainable
+from mpar.models import Model, Trainable, with_frozen
 from mpar.program import Program
 from mpar.rollouts import (
     Ask,
@@ -26,6 +26,7 @@ from mpar.rollouts import (
     Sampler,
     make_rewards,
 )
+from mpar.tasks import TaskChain
 from mpar.train._gather import gathered_params
 from mpar.train._measure import Measuring
 from mpar.train._reward_models import RowShape, model_rewards
@@ -75,11 +76,12 @@ def draw_rollouts(
         plan.max_prompt_tokens + plan.max_tokens,
         config.timeout_s,
     )
-    sampler = _sampler(setup, setup.model, batches, tokenizer, device)
+    policy = _policy(setup)
+    sampler = _sampler(setup, policy, batches, tokenizer, device)
     drawing = Drawing(
         plan,
         prompts,
-        _OfPolicy(sampler, tuple(tree.paths(setup.model.abstract_params)), program, rank),
+        _OfPolicy(sampler, tuple(tree.paths(policy.abstract_params)), program, rank),
         make_rewards([spec for spec in reward_specs(config.task) if not spec.is_folder]) if plan.rewarded else (),
         lambda ids: _text(tokenizer, ids),
         config.seed,
@@ -120,6 +122,11 @@ class _OfPolicy:
         return self.sampler.draw(asks)
 
 
+def _policy(setup: RunSetup) -> Trainable:
+    """The model that is trained, with its adapters; it knows what is frozen, which is stored in the dtype that it computes in."""
+    return setup.chain.base if isinstance(setup.chain, TaskChain) else setup.model
+
+
 def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """The text of tokens; of ids beyond the tokenizer's, which a model with a padded vocabulary may draw, nothing."""
     return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size], skip_special_tokens=True)
@@ -138,12 +145,13 @@ def _teacher(
         return None
     teacher = teacher_of(setup.config)
     paths = tuple(tree.paths(teacher.abstract_params))
+    teacher = with_frozen(teacher, frozenset(paths))  # all of it is stored in the dtype that it computes in
     return _OfPolicy(_sampler(setup, teacher, batches, tokenizer, device), paths, program, rank, "reference.")
 
 
 def _sampler(setup: RunSetup, model: Trainable, batches: RolloutBatches, tokenizer: Tokenizer, device: torch.device) -> Sampler:
     plan = batches.plan
-    if not isinstance(model, Model):
+    if not isinstance(model.plain, Model):
         raise ConfigError(f"cannot draw answers with this {model.name} model: it is a chain, and no language model of mpar.")
     rows = min(setup.config.task.rollout_rows, plan.num_answers)
     length = plan.max_prompt_tokens + plan.max_tokens
@@ -156,5 +164,5 @@ def _sampler(setup: RunSetup, model: Trainable, batches: RolloutBatches, tokeniz
         of_model = tree.unflatten(structure, [params[path] for path in paths])
         return compiled.make_runner(model, of_model, sizes, precision=precision, device=device)
 
-    ends = dict.fromkeys([*end_ids(model), *([] if tokenizer.eos_id is None else [tokenizer.eos_id])])
+    ends = dict.fromkeys([*end_ids(model.plain), *([] if tokenizer.eos_id is None else [tokenizer.eos_id])])
     return EngineSampler(make_runner, list(ends), plan.max_tokens)

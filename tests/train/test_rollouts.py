@@ -53,6 +53,8 @@ GRPO = (
 )
 
 
+LORA = ("adapter=lora", "adapter.rank=4", "adapter.alpha=64")
+QLORA = (*LORA, "model.quantise=int8")
 PPO = (
     *("task=ppo", "task.rewards=[exact]", "task.max_new_tokens=3", "task.max_prompt_tokens=5", "task.rollout_rounds=3"),
     *("data.seq_len=28", "data.batch_size=8", "data.sources=[prompts.jsonl]"),
@@ -159,12 +161,12 @@ def test_it_learns_to_add(arithmetic):
     assert any(record.task_means["gap"] > 1e-3 for record in records[1::3])
 
 
-@pytest.mark.parametrize("task", ["grpo", "ppo", "gkd"])
-def test_a_run_goes_on_between_two_updates_with_the_same_bits(arithmetic, task):
+@pytest.mark.parametrize("name", ["grpo", "lora", "ppo", "gkd"])
+def test_a_run_goes_on_between_two_updates_with_the_same_bits(arithmetic, name):
     """A run of 7 updates in three parts, stopped between updates of one drawing and at a drawing, ends with the same bits."""
-    if task == "gkd":
+    if name == "gkd":
         write_teacher(arithmetic)
-    chosen = {"grpo": GRPO, "ppo": PPO, "gkd": GKD}[task]
+    chosen = {"grpo": GRPO, "lora": (*GRPO, *LORA), "ppo": PPO, "gkd": GKD}[name]
     options = (*chosen, "task.rollout_batches=2", "task.rollout_rounds=2", "optimizer.lr_decay=constant")
     expected = trained(arithmetic / "one", 7, *options)
     records = [record for end in (3, 4, 7) for record in trained(arithmetic / "parts", end, *options)]
@@ -251,10 +253,13 @@ def test_a_reward_model_rewards_answers(arithmetic):
         assert one.reward == pytest.approx(0.5 * expected + 2 * one.rewards["exact"], abs=1e-5)
 
 
-def test_it_is_held_to_the_model_of_the_beginning(arithmetic):
-    """With beta, a frozen copy lies beside the model: the divergence is 0 at first, and then it is not."""
+@pytest.mark.parametrize("policy", [(), LORA, QLORA], ids=["all", "lora", "qlora"])
+def test_it_is_held_to_the_model_of_the_beginning(arithmetic, policy):
+    """With beta, a frozen copy lies beside the model, or the model without its adapter: the divergence is 0 at first, and then it
+    is not. What was drawn has the log-probabilities that the trainer computes."""
     short = ("task.rewards=[length]", "task.reward_options={length: {target: 1}}", "optimizer.lr_decay=constant")
-    records = trained(arithmetic / "run", 3, *GRPO, *short, "task.beta=0.1", "task.rollout_rounds=3")
+    records = trained(arithmetic / "run", 4, *GRPO, *policy, *short, "task.beta=0.1", "task.rollout_rounds=3")
+    assert [record.task_means["gap"] < 1e-6 for record in records] == [True, False, False, True]
     divergences = [record.task_means["kl"] for record in records]
     assert divergences[0] < 1e-9 < divergences[1] < divergences[2]
 

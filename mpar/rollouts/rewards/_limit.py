@@ -12,8 +12,8 @@ from mpar.rollouts._rollout import Rollout
 __all__ = ["Followed", "OutOfTime", "limited"]
 
 
-class OutOfTime(BaseException):  # noqa: N818 (no Exception, so that functions do not catch it with others)
-    """The time of a function is over."""
+class OutOfTime(BaseException):
+    """The time of a function is over. It is no Exception, so that functions do not catch it with others."""
 
 
 class Followed(Sequence[Rollout]):
@@ -42,8 +42,9 @@ class Followed(Sequence[Rollout]):
 
     def __iter__(self) -> Iterator[Rollout]:
         """One after the other."""
-        for self.last in self._rollouts:
-            yield self.last
+        for rollout in self._rollouts:
+            self.last = rollout
+            yield rollout
 
 
 @contextmanager
