@@ -14,7 +14,7 @@ from mpar.errors import ConfigError
 __all__ = ["DataConfig", "check_config"]
 
 _CHOICES = {
-    "kind": ("sft", "pt", "preference", "kto", "prompt"),
+    "kind": ("sft", "pt", "preference", "kto", "prm", "prompt"),
     "truncation": ("drop", "left", "right", "split", "error"),
     "stop": ("first", "all"),
 }
@@ -109,6 +109,8 @@ def check_config(config: DataConfig, tokenizer: Tokenizer) -> None:
         faults += preprocess_plug_in(config.preprocess).problems()
     if config.kind in ("preference", "kto", "prm") and config.truncation == "split":
         faults.append(f"truncation=split would divide the answers of kind={config.kind!r}, which are judged as they are")
+    if config.kind == "prm" and config.truncation == "left":
+        faults.append("truncation=left would take the question away from steps of kind='prm': use drop, right or error")
     if config.kind != "pt" and tokenizer.template is None:
         faults.append(f"kind={config.kind!r} needs a tokenizer with a chat template; put a chat_template.jinja into its folder")
     indexed = any(map(is_indexed, config.sources))
