@@ -76,19 +76,19 @@ class RowShape:
 
     num_rows: int
     seq_len: int
-    most_tokens: int
+    answer_room: int
     timeout_s: float
 
     @property
     def per_row(self) -> int:
         """How many answers always fit into a row. Raises ConfigError if none does."""
-        if self.most_tokens > self.seq_len:
+        if self.answer_room > self.seq_len:
             raise ConfigError(
                 f"cannot score answers in rows of data.seq_len={self.seq_len}: a prompt and its answer may have "
-                f"{self.most_tokens} tokens, and a score is read at the last one. Raise data.seq_len, or lower "
+                f"{self.answer_room} tokens, and a score is read at the last one. Raise data.seq_len, or lower "
                 "task.max_prompt_tokens."
             )
-        return self.seq_len // self.most_tokens
+        return self.seq_len // self.answer_room
 
 
 def _scorer(
