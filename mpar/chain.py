@@ -184,6 +184,12 @@ class Chain(Protocol):
         return frozenset()
 
     @property
+    def stands_for(self) -> Mapping[str, int]:
+        """By path, how many parameters a leaf stands for, where that is not the number of its elements: codes of several, or what
+        codes are multiplied by, which is none. By default there are no such leaves."""
+        return {}
+
+    @property
     def forbids_microbatches(self) -> str | None:
         """Why the batch of a step cannot be cut into microbatches; None, the default, if it can."""
         return None
@@ -205,6 +211,7 @@ _MEMBERS = (
     "state_axes",
     "updates",
     "frozen",
+    "stands_for",
     "forbids_microbatches",
     "forbids_slices",
 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,7 @@ from mpar.adapters._start import start_leaf
 from mpar.adapters._targets import Adapted, adapted_matrices, saved_leaves
 from mpar.chain import Axes, Segment, is_axes
 from mpar.errors import ConfigError, UnknownNameError
-from mpar.models import DRAW, DRAW_AXES, Matrix, Read, Trainable, WrappedModel, segment_numbers
+from mpar.models import DRAW, DRAW_AXES, Matrix, Multiplications, Read, Trainable, WrappedModel, segment_numbers
 from mpar.tree import Tree
 
 __all__ = ["AdaptedModel", "add", "base_params", "first_params", "with_adapters"]
@@ -196,10 +197,15 @@ class AdaptedModel(WrappedModel):
         }
 
     @property
-    def multiplications(self) -> tuple[float, float]:
-        """Those of `base`, and of its tokens with A and B."""
-        weights, pairs = self.base.multiplications
-        return weights + sum(torch.Size(leaf.shape).numel() for leaf in self.leaves.values() if len(leaf.shape) > 1), pairs
+    def multiplications(self) -> Multiplications:
+        """Those of `base`, and of its tokens with A and B of active adapters, for as many experts as those of `base`."""
+        found, shapes = self.base.multiplications, dict(tree.leaves_with_path(self.base.abstract_params))
+        made = {
+            path: math.prod(leaf.shape) * found.weights.get(leaf.leaf.path, 0.0) / shapes[leaf.leaf.path].numel()
+            for path, leaf in self.leaves.items()
+            if len(leaf.shape) > 1 and path.split(".")[1] in self.active
+        }
+        return Multiplications({**found.weights, **made}, found.pairs)
 
     @property
     def tied(self) -> tuple[str, ...]:

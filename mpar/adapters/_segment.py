@@ -13,7 +13,7 @@ from mpar.adapters._leaves import ADAPTERS, letters_of
 from mpar.adapters._low_rank import RANK, Drop, Factor, LowRank
 from mpar.adapters._targets import Adapted
 from mpar.errors import ConfigError
-from mpar.models import MatrixLeaf, drop
+from mpar.models import DRAW, MatrixLeaf, drop
 from mpar.ops import StandIn
 
 __all__ = ["AdaptedSegment", "Place", "Use", "letters_of_use", "low_rank", "norm"]
@@ -57,7 +57,8 @@ class Use:
 class AdaptedSegment:
     """`fn` with adapted weights. The first `count` of its parameters are those of `fn`, the others have the adapters.
 
-    Its other methods, such as `logits` of a head, are those of `fn`, which are given the parameters first, too.
+    Its other methods, such as `token_losses` of a head, are those of `fn`, which are given the parameters first, too. What A reads
+    is dropped in them if the context has what dropout reads.
     """
 
     fn: Callable[..., Any]
@@ -75,7 +76,8 @@ class AdaptedSegment:
         return partial(self._method, value) if callable(value) else value
 
     def _method(self, method: Callable[..., Any], params: tuple, *args: Any, **kwargs: Any) -> Any:
-        return method(self.adapted(params, None), *args, **kwargs)
+        drawn = next((x for x in args if isinstance(x, Mapping) and DRAW in x), None)  # a context of training, where tokens drop
+        return method(self.adapted(params, drawn), *args, **kwargs)
 
     def adapted(self, params: tuple, context: Mapping[str, Tensor] | None) -> tuple:
         """The parameters of `fn`, in which objects stand for the adapted weights; `context` is that of dropout."""

@@ -5,6 +5,7 @@ import json
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,10 +18,23 @@ from mpar.models._matrix import Matrix, MatrixLeaf
 from mpar.ops import fold_key
 from mpar.tree import Tree
 
-__all__ = ["Model", "Read", "Trainable"]
+__all__ = ["Model", "Multiplications", "Read", "Trainable"]
 
 Read = Callable[[str, Sequence[slice] | None], Tensor]
 """`fn(path, slices)` gives the elements within `slices` of a leaf; None: all of them."""
+
+
+@dataclass(frozen=True)
+class Multiplications:
+    """What a token is multiplied with.
+
+    weights: by the path of a leaf, with how many weights of it: all matrices and the head, but not the lookup in the embedding,
+             and of experts only those that the token is sent to. Of a quantised weight the path is that of the weight.
+    pairs:   by the name of a segment, the multiplications with each other token of a row: 2 n h for n heads of h.
+    """
+
+    weights: Mapping[str, float]
+    pairs: Mapping[str, float]
 
 
 class Trainable(Chain):
@@ -54,13 +68,16 @@ class Trainable(Chain):
         return self
 
     @property
-    def multiplications(self) -> tuple[float, float]:
-        """`(weights that a token is multiplied with, its multiplications with each other token of a row)`: all matrices and the
-        head, but not the lookup in the embedding, and of experts only those that the token is sent to; 2 n h for n heads of h.
+    def multiplications(self) -> Multiplications:
+        """What a token is multiplied with, which counts in the FLOP/s that are reported. By default these are all parameters of
+        two or more dims, and no pairs."""
+        leaves = tree.leaves_with_path(self.abstract_params)
+        return Multiplications({path: float(leaf.numel()) for path, leaf in leaves if leaf.ndim > 1}, {})
 
-        They count in the FLOP/s that are reported. By default these are all parameters of two or more dims, and no pairs.
-        """
-        return float(sum(leaf.numel() for leaf in tree.leaves(self.abstract_params) if leaf.ndim > 1)), 0.0
+    @property
+    def beside(self) -> "Trainable | None":
+        """A model whose forward every step computes, too, and which has no backward; None, the default, without one."""
+        return None
 
     @property
     def sequential(self) -> bool:
@@ -165,8 +182,8 @@ class Model(Trainable):
 
     @property
     @abstractmethod
-    def multiplications(self) -> tuple[float, float]:
-        """`(weights that a token is multiplied with, its multiplications with each other token of a row)`."""
+    def multiplications(self) -> Multiplications:
+        """What a token is multiplied with."""
 
     @property
     def can_decode(self) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mpar.chain import Axes, Segment, Update
 from mpar.models._matrix import Matrix
-from mpar.models._model import Read, Trainable
+from mpar.models._model import Multiplications, Read, Trainable
 from mpar.tree import Tree
 
 __all__ = ["WrappedModel"]
@@ -57,6 +57,11 @@ class WrappedModel(Trainable):
         return self.base.frozen
 
     @property
+    def stands_for(self) -> Mapping[str, int]:
+        """As `base`."""
+        return self.base.stands_for
+
+    @property
     def vocab_size(self) -> int:
         """As `base`."""
         return self.base.vocab_size
@@ -72,9 +77,14 @@ class WrappedModel(Trainable):
         return self.base.settings
 
     @property
-    def multiplications(self) -> tuple[float, float]:
+    def multiplications(self) -> Multiplications:
         """As `base`."""
         return self.base.multiplications
+
+    @property
+    def beside(self) -> Trainable | None:
+        """As `base`."""
+        return self.base.beside
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

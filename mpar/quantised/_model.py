@@ -1,6 +1,7 @@
 """QuantisedModel: a model some of whose weights are codes of few bits. In its tree each of them is a small tree of parts."""
 
 import functools
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -121,6 +122,17 @@ class QuantisedModel(WrappedModel):
         """What `base` freezes, and all parts of quantised weights."""
         parts = {f"{path}.{part}" for path in self.layouts for part in tree.paths(tree.get(self.abstract_params, path))}
         return (self.base.frozen - set(self.layouts)) | parts
+
+    @functools.cached_property
+    def stands_for(self) -> dict[str, int]:  # type: ignore[override]
+        """The codes of a weight stand for its numbers; its other parts are no parameters."""
+        parts = {path: tree.paths(tree.get(self.abstract_params, path)) for path in self.layouts}
+        counts = {
+            f"{path}.{part}": math.prod(self.layouts[path].shape) if part == "codes" else 0
+            for path, found in parts.items()
+            for part in found
+        }
+        return {**self.base.stands_for, **counts}
 
     @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:  # type: ignore[override]

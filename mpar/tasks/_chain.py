@@ -214,13 +214,15 @@ class TaskChain(WrappedModel):
         return f"{type(self.task).__name__} compares answers, which are not cut."
 
     @property
-    def multiplications(self) -> tuple[float, float]:
-        """Those of the model, and of the reference model, whose forward is a third of a step."""
-        weights, pairs = self.base.multiplications
-        if self.reference is None:
-            return weights, pairs
-        more_weights, more_pairs = self.reference.multiplications
-        return weights + more_weights / 3, pairs + more_pairs / 3
+    def stands_for(self) -> Mapping[str, int]:
+        """Those of the model, and of the reference model if it has parameters of its own."""
+        copied = {} if self.copied is None else self.copied.stands_for
+        return {**self.base.stands_for, **{f"{REFERENCE}.{path}": count for path, count in copied.items()}}
+
+    @property
+    def beside(self) -> Trainable | None:
+        """The reference model."""
+        return self.reference
 
     @property
     def copied(self) -> Trainable | None:
