@@ -51,5 +51,5 @@ def paged_attention_workspace(
     page_size: int, window: int | None, **params: object,
 ) -> int:  # fmt: skip
     """Bytes of the results of all parts of rows, in float32, and of their log-sum-exps."""
-    _, number = split_length(q, k, pages, page_size, window)
+    number = split_length(q, k, pages, page_size, window)[1]
     return 0 if number == 1 else 4 * number * (q.numel() + q.shape[:3].numel())
