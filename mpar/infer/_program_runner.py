@@ -70,7 +70,6 @@ class ProgramRunner:
             return compile_forward(chain, mesh, table, chain.batch_shape, precision=precision, kernels=kernels)
 
         self._compile = functools.partial(compile_decode, model, mesh, table, precision=precision, kernels=kernels)
-        self._rank = torch.distributed.get_rank() if torch.distributed.is_initialized() and mesh.size > 1 else 0
         self.programs: dict[int, Program] = {}
         self._runs: dict[int, Run] = {}
         self.counts = _counts(sizes.tokens, _unit(table, mesh))
@@ -105,12 +104,12 @@ class ProgramRunner:
         run = program.bind(device=self.device, execution=self._execution)
         if program.mesh.size == 1:
             return run
-        return lambda state, batch: run(state, batch_rows(program, batch, self._rank))
+        return lambda state, batch: run(state, batch_rows(program, batch, _rank(program.mesh)))
 
     def _first_state(self, program: Program, params: Tree) -> State:
         read = tree.paths(self.model.without_multi_token().abstract_params)
         given = {path: tree.get(params, path) for path in read}
-        leaves = {path: leaf.to(self.device) for path, leaf in program.init_state(given, self._rank).leaves.items()}
+        leaves = {path: leaf.to(self.device) for path, leaf in program.init_state(given, _rank(program.mesh)).leaves.items()}
         axes = {f"{_PARAMS}{path}": names for path, names in tree.leaves_with_path(self.model.param_axes, is_leaf=is_axes)}
         return State({path: _laid_out(leaf, axes.get(path, ())) for path, leaf in leaves.items()})
 
@@ -142,6 +141,11 @@ class ProgramRunner:
     def scores(self, texts: Sequence[Tensor], num_likeliest: int) -> list[Scores]:
         """See `Runner`."""
         return self._scorer(self.state.leaves, texts, num_likeliest)
+
+
+def _rank(mesh: Mesh) -> int:
+    """The rank of this process on a mesh."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() and mesh.size > 1 else 0
 
 
 def _laid_out(leaf: Tensor, axes: Axes) -> Tensor:
