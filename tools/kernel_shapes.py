@@ -28,6 +28,7 @@ __all__ = [
     "HEAD_LOSS_LONG",
     "MERGE",
     "NORMS",
+    "PAGED",
     "PERMUTE",
     "QUANTISE",
     "ROPE",
@@ -83,6 +84,15 @@ ATTENTION_LENGTHS = tuple(
 )
 """Lengths from 1k to 32k, with as many sequences as make 16k tokens."""
 MERGE = Shape({"S": 32768, "N": 32, "H": 128}, {"S": 9, "N": 2, "H": 64})
+
+_PAGED = {"T": 16, "R": 16, "L": 512, "page_size": 16, "N": 32, "K": 8}
+PAGED = {
+    "64": Shape(_PAGED | {"H": 64}),
+    "128": Shape(_PAGED | {"H": 128}),
+    "256": Shape(_PAGED | {"H": 256, "N": 16}),
+    "576": Shape(_PAGED | {"H": 576, "N": 128, "K": 1}),
+}
+"""One token of each of R rows, which have L pages each."""
 
 GATE = Shape({"M": 16384, "F": 14336}, {"M": 3, "F": 40})
 """The hidden layer of a Llama block: SwiGLU, and GeGLU."""

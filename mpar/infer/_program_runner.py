@@ -40,6 +40,7 @@ class ProgramRunner:
 
     mesh: with several ranks, every process of torch.distributed has a runner, and all are given the same steps. The leaves of
           `params` are global tensors, or DTensors placed as the program stores them. Ranks that share data have groups of rows.
+    execution: how programs run, as `Program.bind` says. "cuda_graph" records each at its second step, on one GPU.
     Raises ConfigError for a model without such a cache, and for rows that are longer than it has learned positions.
     """
 
@@ -53,12 +54,14 @@ class ProgramRunner:
         *,
         precision: Precision | str | None = None,
         device: torch.device | str = "cpu",
+        execution: str = "eager",
     ) -> None:
         if model.max_positions is not None and sizes.length > model.max_positions:
             raise ConfigError(
                 f"cannot answer with up to {sizes.length} tokens in a row: this model has learned {model.max_positions} positions"
             )
         self.model, self.sizes, self.vocab_size, self.device = model, sizes, model.vocab_size, torch.device(device)
+        self._execution = execution
         self.shares_pages = not model.sequential  # the state of a scan is in no page
         mesh, table = mesh or Mesh(tp=1), preset(strategy) if isinstance(strategy, str) else strategy
         kernels = kernels_for("auto", self.device)
@@ -67,7 +70,6 @@ class ProgramRunner:
             return compile_forward(chain, mesh, table, chain.batch_shape, precision=precision, kernels=kernels)
 
         self._compile = functools.partial(compile_decode, model, mesh, table, precision=precision, kernels=kernels)
-        self._rank = torch.distributed.get_rank() if torch.distributed.is_initialized() and mesh.size > 1 else 0
         self.programs: dict[int, Program] = {}
         self._runs: dict[int, Run] = {}
         self.counts = _counts(sizes.tokens, _unit(table, mesh))
@@ -99,15 +101,15 @@ class ProgramRunner:
 
     def _bound(self, program: Program) -> Run:
         """The function that runs a step, on the batch of all ranks."""
-        run = program.bind(device=self.device)
+        run = program.bind(device=self.device, execution=self._execution)
         if program.mesh.size == 1:
             return run
-        return lambda state, batch: run(state, batch_rows(program, batch, self._rank))
+        return lambda state, batch: run(state, batch_rows(program, batch, _rank(program.mesh)))
 
     def _first_state(self, program: Program, params: Tree) -> State:
         read = tree.paths(self.model.without_multi_token().abstract_params)
         given = {path: tree.get(params, path) for path in read}
-        leaves = {path: leaf.to(self.device) for path, leaf in program.init_state(given, self._rank).leaves.items()}
+        leaves = {path: leaf.to(self.device) for path, leaf in program.init_state(given, _rank(program.mesh)).leaves.items()}
         axes = {f"{_PARAMS}{path}": names for path, names in tree.leaves_with_path(self.model.param_axes, is_leaf=is_axes)}
         return State({path: _laid_out(leaf, axes.get(path, ())) for path, leaf in leaves.items()})
 
@@ -117,6 +119,8 @@ class ProgramRunner:
         given = {f"{_PARAMS}{path}": leaf.detach() for path, leaf in params.items()}
         check_params(held, {path: leaf for path, leaf in given.items() if not path.startswith(f"{_PARAMS}mtp.")})
         self.state = State({path: given.get(path, leaf) for path, leaf in self.state.leaves.items()}, self.state.step)
+        if self._execution == "cuda_graph":  # what was recorded reads the parameters where they were
+            self._runs = {count: self._bound(program) for count, program in self.programs.items()}
 
     def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
         """See `Runner`."""
@@ -137,6 +141,11 @@ class ProgramRunner:
     def scores(self, texts: Sequence[Tensor], num_likeliest: int) -> list[Scores]:
         """See `Runner`."""
         return self._scorer(self.state.leaves, texts, num_likeliest)
+
+
+def _rank(mesh: Mesh) -> int:
+    """The rank of this process on a mesh."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() and mesh.size > 1 else 0
 
 
 def _laid_out(leaf: Tensor, axes: Axes) -> Tensor:

@@ -31,6 +31,7 @@ def make_runner(
     *,
     precision: Precision | str | None = None,
     device: torch.device | str = "cpu",
+    execution: str = "eager",
 ) -> ProgramRunner | RowRunner:
     """The runner for a model: by compiled programs, or in a single process row by row, in the dtype of the parameters, if the
     model cannot keep a cache of pages. The model may have adapters or quantised weights.
@@ -43,7 +44,7 @@ def make_runner(
         if mesh is not None and mesh.size > 1:
             raise ConfigError(f"cannot run on {mesh}: {error}\nUse a single rank.") from None
         return RowRunner(model, params, sizes)
-    return ProgramRunner(model, params, sizes, mesh, strategy, precision=precision, device=device)
+    return ProgramRunner(model, params, sizes, mesh, strategy, precision=precision, device=device, execution=execution)
 
 
 def generate(

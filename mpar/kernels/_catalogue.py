@@ -31,6 +31,7 @@ from mpar.kernels._moe_support import (
     rows_support,
 )
 from mpar.kernels._nf4_support import dequantise_nf4_supports
+from mpar.kernels._paged_attention_support import paged_attention_supports, paged_attention_workspace
 
 __all__ = ["CATALOGUE", "REFERENCE_WORKSPACE", "Implementation", "Supports", "floating", "no_workspace"]
 
@@ -135,6 +136,7 @@ CATALOGUE: dict[str, tuple[Implementation, ...]] = dict(
         _triton("attention_bwd", "_attention", attention_supports, attention_bwd_workspace),
         _triton("merge_attention", "_attention_merge", merge_supports),
         _triton("merge_attention_bwd", "_attention_merge", merge_supports),
+        _triton("paged_attention", "_paged_attention", paged_attention_supports, paged_attention_workspace),
         _triton("adamw_many", "_adamw", updates),
         _triton("add_layer_norm", "_layer_norm", norm_supports),
         _triton("add_layer_norm_bwd", "_layer_norm", norm_supports),

@@ -52,7 +52,7 @@ class Replay:
         if self.replay is None:
             self._record(leaves, batch)
         for path, leaf in leaves.items():
-            if leaf is not self.state[path]:  # the state did not come from the call before, but for example from a checkpoint
+            if not _same_memory(leaf, self.state[path]):  # it does not come from the call before, but from a checkpoint
                 self.state[path].copy_(leaf)
         for key, rows in batch.items():
             self.batch[key].copy_(rows)
@@ -72,11 +72,16 @@ class Replay:
         def work() -> None:
             new, self.metrics = self.run.execute(dict(self.state), self.batch, self.scalars)
             for path, leaf in new.items():
-                if leaf.data_ptr() != self.state[path].data_ptr():
+                if not _same_memory(leaf, self.state[path]):
                     self.state[path].copy_(leaf)
 
         with _on(self.run.device):
             self.replay = self.capture(work)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two leaves of one path are the same numbers at the same addresses."""
+    return a is b or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride())
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
