@@ -73,9 +73,11 @@ class KeptJob:
 
 def find_kept_job(folder: Path, config: TrainConfig, resolved: PlainConfig) -> KeptJob | None:
     """Where `folder` keeps the job of a configuration; None for runs whose jobs are not kept, as they depend on more than files:
-    those on GPUs, and those that begin from a checkpoint or other parameters.
+    those on GPUs, those that begin from a checkpoint or other parameters, and those that read a teacher or a reward model.
     """
     run_dir = Path(str(config.run_dir))
+    if config.task.teacher is not None or any(Path(name).is_dir() for name in config.task.rewards):
+        return None
     if config.device != "cpu" or config.init_from is not None or (run_dir / "checkpoints").exists():
         return None
     if config.resume.path not in ("auto", "never") or config.resume.state != "all":
