@@ -78,8 +78,15 @@ class ProgramRunner:
 
     def prepare(self) -> None:
         """Compile all programs now, so that no step has to wait for one."""
-        for count in self.counts:
-            self._prepare(count)
+        while self.prepare_next():
+            pass
+
+    def prepare_next(self) -> bool:
+        """See `Runner`: compile the smallest program that is missing."""
+        missing = [count for count in self.counts if count not in self.programs]
+        if missing:
+            self._prepare(missing[0])
+        return len(missing) > 1
 
     def _prepare(self, count: int) -> None:
         """Compile the program for so many tokens, if that was not done yet."""

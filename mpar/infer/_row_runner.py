@@ -39,8 +39,9 @@ class RowRunner:
             logits_RV[row] = self._read(row, tokens_T[here], first=int(order_T[here][0]) == 0)
         return logits_RV
 
-    def prepare(self) -> None:
+    def prepare_next(self) -> bool:
         """See `Runner`; there is nothing to do."""
+        return False
 
     def load(self, params: Mapping[str, Tensor]) -> None:
         """See `Runner`."""

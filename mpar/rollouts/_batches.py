@@ -93,8 +93,8 @@ class RolloutBatches(Batches):
         if step % self.plan.steps == 0 and means.get("apart", 0.0) > 0:
             raise NumericsError(
                 f"training stopped: sampler and trainer are out of step. {means['apart']:.2%} of the tokens that were just drawn "
-                f"have log-probabilities that differ by more than task.bar; the mean difference is {means.get('gap', 0.0):.3g}, the "
-                f"largest {means.get('gap_highest', 0.0):.3g}.\n"
+                f"have log-probabilities that differ by more than task.bar; the mean difference is {means.get('gap', 0.0):.3g}, "
+                f"the largest {means.get('gap_highest', 0.0):.3g}.\n"
                 "Both compute with the same parameters, so one of them is wrong, or rounds more than the bar allows: compare "
                 "with precision=fp32, or raise task.bar."
             )
@@ -180,7 +180,8 @@ class RolloutBatches(Batches):
 
     def _compared(self, number: int, rollouts: list[Rollout], params: Mapping[str, Tensor]) -> list[Rollout]:
         """The rollouts with advantages: of answers, and if the plan has them of tokens, with what is measured for that."""
-        measure, by_token = self._drawing and self._drawing.measure, self.plan.by_token
+        assert self._drawing is not None
+        measure, by_token = self._drawing.measure, self.plan.by_token
         if measure is not None:
             self._number, self._rollouts = number, tuple(rollouts)
             rollouts = [rollout for step in range(self.plan.num_batches) for rollout in self._measured(step, measure, params)]

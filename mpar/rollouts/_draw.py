@@ -22,8 +22,8 @@ Exchange = Callable[[object], list[object]]
 
 
 Measure = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""A function of the parameters, as this rank has them by path, and of a global batch, that gives numbers of its positions, (B, S).
-All ranks call it together."""
+"""A function of the parameters, as this rank has them by path, and of a global batch, that gives numbers of its positions,
+(B, S). All ranks call it together."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,8 @@ def _answers(drawing: Drawing, asks: Sequence[Ask], prompts: Sequence[Prompt], w
     for index in (index for index, given in enumerate(writer_of) if given == "data"):
         ids = prompts[index // size].answer_ids
         if not ids:
-            raise DataError(f"cannot learn from {prompts[index // size].name}: it has no answer, and the policy writes only some.")
+            name = prompts[index // size].name
+            raise DataError(f"cannot learn from {name}: it has no answer, and the policy writes only some.")
         found[index] = Drawn(ids[:most], (), "stop" if len(ids) <= most else "length")
     return [found[index] for index in range(len(asks))]
 

@@ -11,7 +11,7 @@ from mpar.tasks._chain import BESIDE_MODEL, MEAN, Measured, TaskChain, task_mean
 from mpar.tasks._cpo import Cpo
 from mpar.tasks._dft import Dft
 from mpar.tasks._dpo import DPO_LOSSES, Dpo
-from mpar.tasks._gkd import generalised_jsd
+from mpar.tasks._gkd import Gkd, generalised_jsd
 from mpar.tasks._grpo import Grpo, GrpoLoss, GrpoTokens, grpo_loss
 from mpar.tasks._kto import MISMATCHED, Kto
 from mpar.tasks._orpo import Orpo
@@ -33,6 +33,7 @@ __all__ = [
     "Entry",
     "Forward",
     "Forwards",
+    "Gkd",
     "Grpo",
     "GrpoLoss",
     "GrpoTokens",

@@ -1,5 +1,6 @@
 """A second model beside the first, in the same program: x is the pair of what both computed, and only the first is trained."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,10 +42,10 @@ def as_many(segments: Sequence[Segment], count: int) -> list[Segment]:
     """The same function in `count` segments. The first stays the first; those behind it are joined, as evenly as it goes, or
     there are segments between them that do nothing."""
     first, *others = segments
-    bounds = [round(i * len(others) / (count - 1)) for i in range(count)] if count > 1 else [0]
     if count == 1:
-        return [_joined([first, *others])]
-    groups = [others[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
+        return [_joined(segments)]
+    bounds = [round(i * len(others) / (count - 1)) for i in range(count)]
+    groups = [others[begin:end] for begin, end in itertools.pairwise(bounds)]
     made, axes = [first], first.out_axes
     for group in groups:
         axes = group[-1].out_axes if group else axes

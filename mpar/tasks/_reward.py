@@ -45,6 +45,15 @@ class _ScoreTask(Task):
         """It reads no logits."""
         return False
 
+    @property
+    def measured(self) -> Mapping[str, Axes]:
+        """The score at each position."""
+        return {"scores": BY_TOKEN}
+
+    def measure(self, forwards: Forwards) -> Mapping[str, Tensor]:
+        """See `measured`."""
+        return {"scores": scores_of(forwards)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reward(_ScoreTask):

@@ -10,7 +10,7 @@ from mpar import adapters, models
 from mpar.data import Tokenizer
 from mpar.errors import CheckpointError
 from mpar.infer import Assistant, Sampling, Sizes, end_ids
-from mpar.infer.compile import make_runner, num_groups
+from mpar.infer.compile import divisible_pages, make_runner, num_groups
 from mpar.mesh import Mesh
 from mpar.models import QUANTISATION, HfReader, Model, Read, Trainable
 from mpar.quantised import QuantisedReader, is_quantised_folder, quantised_as
@@ -23,7 +23,9 @@ from mpar.train._setup import model_of
 __all__ = ["answer", "load_assistant"]
 
 _LENGTH = 8192  # the most tokens of a prompt and its answer
+_PAGE_SIZE = 16
 _STEP_TOKENS = 2048  # that one step reads
+_BESIDE_TOKENS = 256  # that one step reads while answers go on: they wait for it, and fewer would leave cores idle
 
 
 def load_assistant(
@@ -55,10 +57,11 @@ def load_assistant(
     group_rows = -(-rows // groups)
     sizes = Sizes(
         rows=group_rows * groups,
-        tokens=max(group_rows, _STEP_TOKENS),
+        tokens=max(2 * group_rows, _STEP_TOKENS),
+        beside=max(2 * group_rows, _BESIDE_TOKENS),
         length=length,
-        pages=1 + group_rows * -(-length // 16),
-        page_size=16,
+        pages=divisible_pages(1 + group_rows * -(-length // _PAGE_SIZE), mesh, strategy),
+        page_size=_PAGE_SIZE,
         groups=groups,
     )
     runner = make_runner(model, params, sizes, mesh, strategy)

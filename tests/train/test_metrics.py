@@ -25,7 +25,7 @@ from mpar.train import (
     side_losses,
     tensorboard_writer,
 )
-from mpar.train.curve import draw_experts
+from mpar.train.curve import draw_experts, draw_numbers
 
 BALLAST = """
 import subprocess, sys
@@ -207,6 +207,17 @@ def test_picture_of_experts(tmp_path):
     assert path is not None
     assert path.read_bytes()[:4] == b"\x89PNG"
     assert not (tmp_path / "none.png").exists()
+
+
+def test_picture_of_other_numbers(tmp_path):
+    """Numbers of a task have one; those that every run has, of experts and of evaluations alone have none."""
+    plain = [replace(experts_record(step), side_losses={}, eval_losses={"x": 1.0}).numbers() for step in (1, 2)]
+    assert draw_numbers(plain, tmp_path / "none.png", "x") is None
+    records = [replace(record(step), task_means={"rewards/margins": 0.5 * step}).numbers() for step in (1, 2)]
+    records[1]["eval_rewards/margins"] = 0.75
+    path = draw_numbers(records, tmp_path / "numbers.png", "x")
+    assert path is not None
+    assert path.read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_peak_of_a_process_is_its_own():

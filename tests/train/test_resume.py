@@ -6,10 +6,12 @@ import json
 import pytest
 import torch
 
-from mpar import checkpoint, tree
+from mpar import checkpoint, models, tree
 from mpar.cli._compose import compose_config
 from mpar.errors import CheckpointError
 from mpar.mesh import Mesh
+from mpar.optim import AdamW
+from mpar.program.compile import compile_step
 from mpar.spec import P
 from mpar.train import Progress, TrainConfig, load_state, make_setup, resume_from
 from mpar.train._changes import config_changes, function_changes, model_then
@@ -20,6 +22,7 @@ from mpar.train._run_data import load_data
 from mpar.train._setup import model_of
 from mpar.train._state import read_params
 from mpar.train.compile import compile_program
+from tests.program.oracle import DEEPSEEK
 from tests.train.conftest import SMALL
 
 CPU = torch.device("cpu")
@@ -269,3 +272,25 @@ def test_rows_tokenizer_and_template_are_named():
     assert "tokenizer: another one" in str(unlike_data("path", items, other | {"tokenizer": "x"}))
     assert "chat template: another one" in str(unlike_data("path", items, other | {"chat template": "x"}))
     assert "does not record which" in str(unlike_data("path", {}, items))
+
+
+def test_slots_of_a_bias_that_no_optimizer_changes_are_left_out(tmp_path):
+    """A checkpoint of a version in which AdamW had slots for the bias of routers is gone on from; other names are refused."""
+    model = models.from_config({**DEEPSEEK, "num_hidden_layers": 2}, vocab_multiple=8, router={"bias_rate": 0.01})
+    program = compile_step(model, AdamW(lr=1e-3), Mesh(), "ddp", (2, 8))
+    tensors = {leaf.path: torch.full(leaf.shape, 0.5) for leaf in program.state_in}
+    biases = {
+        f"opt.{slot}.{path}": torch.zeros(tree.get(model.abstract_params, path).shape) for path in model.updates for slot in "mv"
+    }
+    _, plain = composed()
+    extras = Progress(4, 40, "data", 0).as_extras(plain)
+
+    def saved(folder, tensors):
+        shapes = {name: tuple(x.shape) for name, x in tensors.items()}
+        return checkpoint.save(tmp_path / folder, 4, tensors, dict.fromkeys(tensors, P()), Mesh(), 0, shapes, extras)
+
+    assert biases and not biases.keys() & tensors.keys()
+    state, _ = load_state(program, saved("then", tensors | biases), 0, CPU)
+    assert state.leaves.keys() == tensors.keys()
+    with pytest.raises(CheckpointError, match=r"opt\.m\.nobody"):
+        load_state(program, saved("other", tensors | {"opt.m.nobody": torch.zeros(2)}), 0, CPU)

@@ -69,7 +69,8 @@ class Functions:
     ) -> Code:
         """`left + right` in `dtypes`, value by value, on each rank; pending sums stay pending.
 
-        over: whether sums are written over `left`, which has these dtypes. highest: of which values the higher one counts instead.
+        over: whether sums are written over `left`, which has these dtypes. highest: of which values the higher one
+        counts instead.
         """
 
         def add(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:

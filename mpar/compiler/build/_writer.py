@@ -147,8 +147,8 @@ class Writer:
     ) -> list[int]:
         """Write `left + right`, value by value, on each rank; pending sums stay pending.
 
-        dtypes: those of the sums; None: those of `left`. highest: of which values the higher one counts instead. Nothing may read `left` afterwards: the sums are written over it if they
-        fit and it shares no memory with other values.
+        dtypes: those of the sums; None: those of `left`. highest: of which values the higher one counts instead.
+        Nothing may read `left` afterwards: the sums are written over it if they fit and it shares no memory with other values.
         """
         own = [self.values[v].dtype for v in left]
         dtypes = own if dtypes is None else list(dtypes)

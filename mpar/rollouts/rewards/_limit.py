@@ -4,7 +4,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import SupportsIndex, overload
+from typing import overload
 
 from mpar.errors import RewardError
 from mpar.rollouts._rollout import Rollout
@@ -12,8 +12,8 @@ from mpar.rollouts._rollout import Rollout
 __all__ = ["Followed", "OutOfTime", "limited"]
 
 
-class OutOfTime(BaseException):  # noqa: N818 (no Exception, so that functions do not catch it with others)
-    """The time of a function is over."""
+class OutOfTime(BaseException):
+    """The time of a function is over. It is no Exception, so that functions do not catch it with others."""
 
 
 class Followed(Sequence[Rollout]):
@@ -28,12 +28,12 @@ class Followed(Sequence[Rollout]):
         return len(self._rollouts)
 
     @overload
-    def __getitem__(self, index: SupportsIndex) -> Rollout: ...
+    def __getitem__(self, index: int) -> Rollout: ...
 
     @overload
     def __getitem__(self, index: slice) -> Sequence[Rollout]: ...
 
-    def __getitem__(self, index: SupportsIndex | slice) -> Rollout | Sequence[Rollout]:
+    def __getitem__(self, index: int | slice) -> Rollout | Sequence[Rollout]:
         """One of them, or some."""
         if isinstance(index, slice):
             return self._rollouts[index]
@@ -42,8 +42,9 @@ class Followed(Sequence[Rollout]):
 
     def __iter__(self) -> Iterator[Rollout]:
         """One after the other."""
-        for self.last in self._rollouts:
-            yield self.last
+        for rollout in self._rollouts:
+            self.last = rollout
+            yield rollout
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
+from pathlib import Path
 
 from mpar.errors import ConfigError, MparError, RewardError, brief
 from mpar.plug_ins import PlugIn, is_reference
@@ -33,6 +34,11 @@ class RewardSpec:
     options: Mapping[str, object] = field(default_factory=dict)
 
     @property
+    def is_folder(self) -> bool:
+        """Whether it is the folder of a reward model, and not a function."""
+        return self.name not in NAMES and not is_reference(self.name) and Path(self.name).is_dir()
+
+    @property
     def plug_in(self) -> PlugIn:
         """The function."""
         return PlugIn(f"reward_options.{self.name}", NAMES.get(self.name, self.name), self.options, positional=1)
@@ -54,8 +60,12 @@ def reward_problems(specs: Sequence[RewardSpec]) -> list[str]:
     names = [spec.name for spec in specs]
     problems += [f"the reward {name} is named twice" for name in dict.fromkeys(names) if names.count(name) > 1]
     for spec in specs:
-        if spec.name not in NAMES and not is_reference(spec.name):
-            problems.append(f"{spec.name!r} is no reward: known are {', '.join(NAMES)}, and module:function")
+        if spec.is_folder:
+            problems += [f"the reward model {spec.name} has no options"] if spec.options else []
+        elif spec.name not in NAMES and not is_reference(spec.name):
+            problems.append(
+                f"{spec.name!r} is no reward: known are {', '.join(NAMES)}, module:function, and folders of runs with task=reward"
+            )
         else:
             problems += spec.plug_in.problems()
         if not math.isfinite(spec.weight):
@@ -96,16 +106,14 @@ def _values(reward: Reward, rollouts: Sequence[Rollout], time_s: float | None) -
     except OutOfTime:
         at = "before it read one" if followed.last is None else f"the last that it read is {_described(followed.last)}"
         raise RewardError(
-            f"cannot reward answers with {reward.name}: task.reward_time_s={time_s:g} seconds are over, and it has not returned for "
-            f"{len(rollouts)} rollouts; {at}.\nLet it give up by itself, which None says, or allow it more time."
+            f"cannot reward answers with {reward.name}: task.reward_time_s={time_s:g} seconds are over, and it has not returned "
+            f"for {len(rollouts)} rollouts; {at}.\nLet it give up by itself, which None says, or allow it more time."
         ) from None
     except MparError as error:
         raise RewardError(f"cannot reward answers with {reward.name}: {error}") from error
     except (Exception, SystemExit) as error:
         at = "" if followed.last is None else f"; the last rollout that it read is {_described(followed.last)}"
-        raise RewardError(
-            f"cannot reward answers with {reward.name}: it raised {type(error).__name__}: {error}{at}"
-        ) from error
+        raise RewardError(f"cannot reward answers with {reward.name}: it raised {type(error).__name__}: {error}{at}") from error
     if isinstance(found, str | Mapping) or not hasattr(found, "__iter__"):
         raise RewardError(f"cannot reward answers with {reward.name}: it returned {brief(found)}, not a number for each rollout")
     values = list(found)
