@@ -57,8 +57,8 @@ class Use:
 class AdaptedSegment:
     """`fn` with adapted weights. The first `count` of its parameters are those of `fn`, the others have the adapters.
 
-    Its other methods, such as `token_losses` of a head, are those of `fn`, which are given the parameters first, too. What A reads
-    is dropped in them if the context has what dropout reads.
+    Its other methods, such as `token_losses` of a head, are those of `fn`, which are given the parameters first, too. What A
+    reads is dropped in them if the context has what dropout reads.
     """
 
     fn: Callable[..., Any]
