@@ -17,8 +17,8 @@ __all__ = ["einsum"]
 
 einsum_p = Primitive("einsum", "a, b -> y", equation="str")
 _FEWEST_COLUMNS = 16
-"""MKL multiplies matrices of float32 whose product has fewer columns, such as those of adapters, at a third to a fifth of the speed
-of their transposes: 2048 x 256 times 256 x 8 takes 0.60 ms on one core of an AMD EPYC, in place of 0.18."""
+"""MKL multiplies matrices of float32 whose product has fewer columns, such as those of adapters, at a third to a fifth of the
+speed of their transposes: 2048 x 256 times 256 x 8 takes 0.60 ms on one core of an AMD EPYC, in place of 0.18."""
 
 
 def einsum(equation: str, *operands: Tensor) -> Tensor:
