@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mpar import tree
-from mpar.chain import Axes, is_axes
 from mpar.errors import ConfigError
 from mpar.infer._check_params import check_params
 from mpar.infer._compile_decode import compile_decode
+from mpar.infer._packed_params import packings
 from mpar.infer._scheduler import Sizes
 from mpar.infer._scorer import Scorer
 from mpar.infer._scores import Scores
@@ -75,6 +74,7 @@ class ProgramRunner:
         assert isinstance(model, DeclaredModel)  # compile_decode refuses others
         share = mesh.axis_size(tuple(table.compute["seq"]))
         self._scorer = Scorer(model, sizes.length // share * share, sizes.groups, compile_scores, self.device)
+        self._packings = packings(model, self.programs[self.counts[0]], self._rank)
         self.state = self._first_state(self.programs[self.counts[0]], dataclasses.replace(params, mtp=None))
 
     def prepare(self) -> None:
@@ -99,16 +99,18 @@ class ProgramRunner:
         return lambda state, batch: run(state, batch_rows(program, batch, self._rank))
 
     def _first_state(self, program: Program, params: DecoderParams[Tensor]) -> State:
-        leaves = {path: leaf.to(self.device) for path, leaf in program.init_state(params, self._rank).leaves.items()}
-        axes = {f"{_PARAMS}{path}": names for path, names in tree.leaves_with_path(self.model.param_axes, is_leaf=is_axes)}
-        return State({path: _laid_out(leaf, axes.get(path, ())) for path, leaf in leaves.items()})
+        return State(self._packed({path: x.to(self.device) for path, x in program.init_state(params, self._rank).leaves.items()}))
+
+    def _packed(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {path: self._packings[path](leaf) if path in self._packings else leaf for path, leaf in leaves.items()}
 
     def load(self, params: Mapping[str, Tensor]) -> None:
         """See `Runner`. On several ranks these are the shards of this rank, placed as the programs store them."""
         held = {path: leaf for path, leaf in self.state.leaves.items() if path.startswith(_PARAMS)}
         given = {f"{_PARAMS}{path}": leaf.detach() for path, leaf in params.items()}
         check_params(held, {path: leaf for path, leaf in given.items() if not path.startswith(f"{_PARAMS}mtp.")})
-        self.state = State({path: given.get(path, leaf) for path, leaf in self.state.leaves.items()}, self.state.step)
+        new = self._packed({path: leaf for path, leaf in given.items() if path in held})
+        self.state = State(self.state.leaves | new, self.state.step)
 
     def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
         """See `Runner`."""
@@ -129,18 +131,6 @@ class ProgramRunner:
     def scores(self, texts: Sequence[Tensor], num_likeliest: int) -> list[Scores]:
         """See `Runner`."""
         return self._scorer(self.state.leaves, texts, num_likeliest)
-
-
-def _laid_out(leaf: Tensor, axes: Axes) -> Tensor:
-    """A matrix in bfloat16 on a CPU with the features that products sum over next to each other in memory, as torch's products of
-    a few rows want it; in float32 they do not."""
-    if leaf.device.type != "cpu" or leaf.dtype != torch.bfloat16 or "vocab" in axes[:1] or "expert" in axes:
-        return leaf
-    if len(axes) > 1 and axes[0] == "embed":
-        return leaf.movedim(0, -1).contiguous().movedim(-1, 0)
-    if len(axes) > 1 and axes[-1] == "embed":
-        return leaf.movedim(-1, 0).contiguous().movedim(0, -1)
-    return leaf
 
 
 def _counts(largest: int, unit: int) -> list[int]:
