@@ -29,8 +29,9 @@ __all__ = ["ProgramRunner"]
 _PARAMS = "params."
 Run = Callable[[State, Mapping[str, Tensor]], tuple[State, dict[str, Tensor]]]
 """`run(state, batch)` gives the new state and the results of a step."""
-_GROWTH = 4
-"""By how much each number of tokens for which there is a program exceeds the one before: less padding, but more to compile."""
+_FIRST, _GROWTH = (1, 4, 8, 16), 4
+"""The numbers of tokens for which there are programs: these, and then each exceeds the one before by a factor. More of them would
+mean less padding, but more to compile; most steps of an engine have one token of each of a few rows."""
 
 
 class ProgramRunner:
@@ -115,16 +116,21 @@ class ProgramRunner:
     def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
         """See `Runner`."""
         sizes = self.sizes
-        places = [torch.arange(len(rows_T))] if sizes.groups == 1 else _by_group(rows_T, sizes)
-        given = max(len(places_N) for places_N in places)
+        columns = {"tokens": (tokens_T, 0), "positions": (order_T, 0), "rows": (rows_T, -1)}
+        places = [] if sizes.groups == 1 else _by_group(rows_T, sizes)
+        given = max((len(places_N) for places_N in places), default=len(rows_T))
         count = next(n for n in self.counts if n >= given)
         self._prepare(count)
-        columns = {"tokens": (tokens_T, 0), "positions": (order_T, 0), "rows": (rows_T % sizes.group_rows, -1)}
-        batch = {
-            key: torch.stack([pad(column[places_N], (0, count - len(places_N)), value=fill) for places_N in places])
-            for key, (column, fill) in columns.items()
-        }
-        batch |= {"pages": pages_RP.reshape(sizes.groups, -1), "last": _last_in_group(last_R, places).view(sizes.groups, -1)}
+        if places:
+            columns["rows"] = rows_T % sizes.group_rows, -1
+            batch = {
+                key: torch.stack([pad(column[places_N], (0, count - len(places_N)), value=fill) for places_N in places])
+                for key, (column, fill) in columns.items()
+            }
+            last_R = _last_in_group(last_R, places)
+        else:
+            batch = {key: pad(column, (0, count - given), value=fill)[None] for key, (column, fill) in columns.items()}
+        batch |= {"pages": pages_RP.reshape(sizes.groups, -1), "last": last_R.view(sizes.groups, -1)}
         self.state, results = self._runs[count](self.state, {key: x.to(self.device) for key, x in batch.items()})
         return results["logits"].flatten(0, 1)
 
@@ -135,10 +141,10 @@ class ProgramRunner:
 
 def _counts(largest: int, unit: int) -> list[int]:
     """The numbers of tokens for which there are programs, up to the most that a step may have; they are multiples of `unit`."""
-    counts = [unit]
-    while counts[-1] < largest:
-        counts.append(min(_GROWTH * counts[-1], largest))
-    return [-(-count // unit) * unit for count in counts]
+    counts = [unit * count for count in _FIRST if unit * count < largest]
+    while counts and _GROWTH * counts[-1] < largest:
+        counts.append(_GROWTH * counts[-1])
+    return [*counts, -(-largest // unit) * unit]
 
 
 def _unit(strategy: Strategy, mesh: Mesh) -> int:
@@ -154,7 +160,5 @@ def _by_group(rows_T: Tensor, sizes: Sizes) -> list[Tensor]:
 
 def _last_in_group(last_R: Tensor, places: Sequence[Tensor]) -> Tensor:
     """`last_R`, which counts all tokens of a step, by the places among the tokens of the row's group."""
-    if len(places) == 1:
-        return last_R
     order_T = torch.cat([torch.arange(len(places_N)) for places_N in places])[torch.cat(list(places)).argsort()]
     return torch.where(last_R < 0, -1, order_T[last_R.clamp(min=0)])

@@ -90,7 +90,7 @@ def _abstract(a, b, *, equation):
 def _impl(a: Tensor, b: Tensor, *, equation: str) -> Tensor:
     if type(b) is PackedMatrix:
         (in_a, in_b), output = _split_known(equation)
-        product = b.multiply(a, in_a, in_b, output)
+        product = b.einsum(a, in_a, in_b, output)
         if product is not None:
             return product
         b = b.plain()

@@ -31,10 +31,10 @@ class PackedMatrix(Tensor):
         x.blocks, x.given, x.kept = blocks, given, kept
         return x
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> Any:
         """Call any op of torch with the plain weight."""
@@ -50,7 +50,7 @@ class PackedMatrix(Tensor):
         order = _result_first(self.ndim, self.given)
         return self.blocks.to_dense().view([self.shape[dim] for dim in order]).permute([order.index(d) for d in range(self.ndim)])
 
-    def multiply(self, a: Tensor, in_a: str, in_b: str, output: str) -> Tensor | None:
+    def einsum(self, a: Tensor, in_a: str, in_b: str, output: str) -> Tensor | None:
         """The product by the equation `in_a,in_b->output`; None if it is no product of rows with the matrix that was packed."""
         plan = _plan(in_a, in_b, output, self.given, self.shape)
         if plan is None:

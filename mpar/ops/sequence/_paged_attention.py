@@ -102,7 +102,7 @@ def _impl(q, k, v, rows, positions, pages, sinks, *, shard, page_size, window, s
     """`out`, and the log-sum-exp of the scores (B, T, N). shard: the pools lack pages, whose numbers are outside of theirs;
     tokens see only the pages that are there."""
     how = _How(shard, page_size, window, scale, soft_cap, sinks)
-    groups = [_attend(*of_group, how) for of_group in zip(q, k, v, rows, positions, pages, strict=True)]
+    groups = [_attend(*of_group, how=how) for of_group in zip(q, k, v, rows, positions, pages, strict=True)]
     if len(groups) == 1:
         return groups[0][0].unsqueeze(0), groups[0][1].unsqueeze(0)
     return torch.stack([out for out, _ in groups]), torch.stack([lse for _, lse in groups])
@@ -142,7 +142,7 @@ class _Singles(NamedTuple):
     bias: Tensor
 
 
-def _attend(q_TNH, k_PKH, v_PKH, rows_T, positions_T, pages_RL, how: _How) -> tuple[Tensor, Tensor]:
+def _attend(q_TNH, k_PKH, v_PKH, rows_T, positions_T, pages_RL, *, how: _How) -> tuple[Tensor, Tensor]:
     """The results of one group."""
     page = how.page_size * k_PKH.shape[1] * k_PKH.shape[2]
     pools = k_PKH.reshape(-1, page), v_PKH.reshape(-1, page)  # a page is one row
