@@ -20,6 +20,7 @@ from tests.sampling import CASES, Case, sample
 __all__ = ["COLLECTED", "examples", "values_asked_for"]
 
 MAX_WORKERS = 8  # each of them holds a gigabyte
+LONGEST = 30  # how many modules a long tier names at its end
 COLLECTED = pytest.StashKey[tuple[Case, ...]]()
 """The tests that were collected and need no GPU, before -k, -m or the tier left any out."""
 
@@ -39,7 +40,7 @@ def values_asked_for(request: pytest.FixtureRequest, values: Iterable[str]) -> l
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--full", action="store_true", help="run all tests instead of the quick tier's sample")
-    wide = "run four times as many cases of a function, and some of those left to the full tier, with all examples of properties"
+    wide = "run three times as many cases of a function, and some of those left to the full tier, with all examples of properties"
     group.addoption("--wide", action="store_true", help=wide)
     attacks = (
         "the full tier, with all attacks of tests/faults, 500 random programs over gloo and more mutants in place of samples"
@@ -128,6 +129,12 @@ class _Ledger:
         ran = f"{self.num_selected:,} of {len(self.in_sample):,} tests in {self.seconds.total():,.0f} s of work"
         sample_s = sum(seconds for name, seconds in self.seconds.items() if self.in_sample.get(name))
         sampled = f"{sum(self.in_sample.values()):,} tests in {sample_s:,.0f} s"
+        modules = Counter[str]()
+        for name, seconds in self.seconds.items():
+            modules[name.partition("::")[0]] += seconds
+        if _tier(config) != "quick":
+            longest = (f"{name} {seconds:,.0f} s" for name, seconds in modules.most_common(LONGEST))
+            terminalreporter.write_line("the modules that took longest: " + ", ".join(longest))
         terminalreporter.write_line(f"{_tier(config)} tier: {ran}; the sample of seed {config.option.sample_seed}: {sampled}")
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mpar import tree
 from mpar.chain import is_axes
-from mpar.models import Model
+from mpar.models import DeclaredModel, Trainable
 from mpar.ops import pack_matrix
 from mpar.program import Program
 
@@ -25,9 +25,14 @@ class Packing:
         return pack_matrix(weight, self.given, keep=self.keep)
 
 
-def packings(model: Model, program: Program, rank: int) -> dict[str, Packing]:
+def packings(model: Trainable, program: Program, rank: int) -> dict[str, Packing]:
     """By path in the state: the matrices between which and the hidden features there are only products, and the output matrix,
-    which the scores of texts and the embedding may read too. Programs must read them as they are stored, without a gather."""
+    which the scores of texts and the embedding may read too. Programs must read them as they are stored, without a gather.
+
+    A model with adapters or quantised matrices does other things with its matrices, so none is packed.
+    """
+    if not isinstance(model, DeclaredModel):
+        return {}
     part = program.part(rank)
     moved = {value for step in part.instructions if step.op != "forward" for value in step.inputs}
     stored = {leaf.path for leaf in part.state_in if leaf.value not in moved}

@@ -1,7 +1,5 @@
 """Inference by compiled programs. Importing this loads the compiler, which importing `mpar.infer` does not."""
 
-from typing import cast
-
 import torch
 
 from mpar.errors import ConfigError
@@ -11,7 +9,7 @@ from mpar.infer._program_runner import ProgramRunner
 from mpar.infer._row_runner import RowRunner
 from mpar.infer._scheduler import Sizes
 from mpar.mesh import Mesh
-from mpar.models import CacheSizes, DecoderParams, Model, with_cache
+from mpar.models import CacheSizes, Trainable, with_cache
 from mpar.precision import Precision
 from mpar.strategy import Strategy, preset
 from mpar.tree import Tree
@@ -20,7 +18,7 @@ __all__ = ["Leader", "ProgramRunner", "compile_decode", "follow", "make_runner",
 
 
 def make_runner(
-    model: Model,
+    model: Trainable,
     params: Tree,
     sizes: Sizes,
     mesh: Mesh | None = None,
@@ -30,7 +28,7 @@ def make_runner(
     device: torch.device | str = "cpu",
 ) -> ProgramRunner | RowRunner:
     """The runner for a model: by compiled programs, or in a single process row by row, in the dtype of the parameters, if the
-    model cannot keep a cache of pages.
+    model cannot keep a cache of pages. The model may have adapters or quantised weights.
 
     With a mesh of several ranks, `params` are as `ProgramRunner` says. Raises ConfigError if the model cannot run on it.
     """
@@ -40,7 +38,7 @@ def make_runner(
         if mesh is not None and mesh.size > 1:
             raise ConfigError(f"cannot run on {mesh}: {error}\nUse a single rank.") from None
         return RowRunner(model, params, sizes)
-    return ProgramRunner(model, cast(DecoderParams, params), sizes, mesh, strategy, precision=precision, device=device)
+    return ProgramRunner(model, params, sizes, mesh, strategy, precision=precision, device=device)
 
 
 def num_groups(mesh: Mesh, strategy: Strategy | str) -> int:

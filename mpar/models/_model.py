@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mpar import tree
-from mpar.chain import Axes, Chain
+from mpar.chain import Axes, Chain, Segment
 from mpar.models._batch import Batch
 from mpar.models._init import normal
 from mpar.models._matrix import Matrix, MatrixLeaf
@@ -115,6 +115,16 @@ class Trainable(Chain):
     def plain(self) -> "Trainable":
         """The model whose weights a folder has: the model itself, or what it was made of by adapters and the like."""
         return self
+
+    def over(self, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        """`segments`, which read parameters of `plain` by other functions than its own, such as one that keeps a cache, for the
+        parameters of this model: so adapters and quantised weights are known to every chain that is made of `plain`."""
+        return segments
+
+    def plain_params(self, params: Tree) -> Tree:
+        """The parameters of `plain` that compute what `params` compute in this model; objects stand for some of the tensors, see
+        `mpar.ops.StandIn`. They are for functions that read one tree, and not for compiled programs."""
+        return params
 
     @property
     def parts(self) -> "Mapping[str, Trainable]":

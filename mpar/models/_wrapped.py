@@ -1,6 +1,7 @@
 """WrappedModel: a model that is made of another one, and is like it in all that a subclass does not change."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -104,6 +105,19 @@ class WrappedModel(Trainable):
     def plain(self) -> Trainable:
         """As `base`."""
         return self.base.plain
+
+    def over(self, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        """As `base`."""
+        return self.base.over(segments)
+
+    def plain_params(self, params: Tree) -> Tree:
+        """As `base`."""
+        return self.base.plain_params(params)
+
+    def without_multi_token(self) -> Trainable:
+        """The same model of `base` without the layer that learns further tokens."""
+        base = self.base.without_multi_token()
+        return self if base is self.base else replace(self, base=base)  # type: ignore[type-var]  # every subclass is a dataclass
 
     def first_leaf(self, seed: int, path: str, slices: Sequence[slice] | None, read: Read) -> Tensor:
         """As `base`."""

@@ -15,7 +15,7 @@ from mpar.errors import ConfigError
 from mpar.models import Matrix, Read, Trainable, WrappedModel
 from mpar.ops import NF4_BLOCK
 from mpar.quantised._layout import Kind, Layout, Parts, check_kind, layout_of
-from mpar.quantised._segment import QuantisedSegment
+from mpar.quantised._segment import QuantisedSegment, QuantisedWeight
 from mpar.tree import Tree
 
 __all__ = ["ALL_LINEAR", "PartsSource", "QuantisedModel", "quantise"]
@@ -126,6 +126,18 @@ class QuantisedModel(WrappedModel):
     def segments(self) -> tuple[Segment, ...]:  # type: ignore[override]
         """The segments of `base`, which dequantise what they use."""
         return tuple(map(self._segment, self.base.segments))
+
+    def over(self, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        """The segments, which dequantise what they use."""
+        return tuple(map(self._segment, self.base.over(segments)))
+
+    def plain_params(self, params: Tree) -> Tree:
+        """The parameters of `plain`, in which objects stand for quantised weights."""
+        like = self.base.abstract_params
+        for path, layout in self.layouts.items():
+            weight = QuantisedWeight(tree.get(params, path), layout, tree.get(like, path).dtype)
+            params = tree.replace(params, path, weight)
+        return self.base.plain_params(params)
 
     def _segment(self, segment: Segment) -> Segment:
         weights = tuple(

@@ -37,8 +37,13 @@ class _ScoreTask(Task):
 
     @property
     def reads_hidden(self) -> bool:
-        """It reads features, and no logits."""
+        """It reads features."""
         return True
+
+    @property
+    def reads_logits(self) -> bool:
+        """It reads no logits."""
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,6 +105,13 @@ def _of_rollouts(config: TrainConfig) -> Iterator[str]:
         yield f"task.reward_options is for {', '.join(unknown)}, which task.rewards={list(task.rewards)} does not have"
     if config.evaluation.sources is not None or config.evaluation.fraction is not None:
         yield "evaluation: the loss of task.kind=prompt is about answers that are drawn in training; leave evaluation out"
+    rates = {"model": config.model.dropout, "adapter": config.adapter.dropout}
+    yield from (
+        f"{name}.dropout={rate}: answers are drawn without dropout, so that an update would meet other probabilities than those "
+        "with which they were drawn; use 0"
+        for name, rate in rates.items()
+        if rate
+    )
     if config.data.stream:
         yield "data.stream=true: prompts are drawn in an order of their own, and are kept in memory"
 

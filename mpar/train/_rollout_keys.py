@@ -29,7 +29,9 @@ class RolloutKeys:
 
     group_size: int = key("kind=prompt: answers to each prompt, which are compared with each other", default=8, at_least=2)
     rewards: tuple[str, ...] = key(
-        "kind=prompt: what answers are worth: exact, format, length, overlong, code, module:function of your own", default=()
+        "kind=prompt: what answers are worth: exact, format, length, overlong, cosine, repetition, code, "
+        "module:function of your own",
+        default=(),
     )
     reward_weights: tuple[float, ...] | None = key("what each reward is multiplied by; null: 1", default=None)
     reward_options: dict[str, Any] = key(

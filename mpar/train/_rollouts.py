@@ -12,9 +12,10 @@ from mpar import tree
 from mpar.data import Tokenizer
 from mpar.errors import ConfigError
 from mpar.infer import Runner, Sizes, end_ids
-from mpar.models import Model
+from mpar.models import Model, Trainable
 from mpar.program import Program
 from mpar.rollouts import Ask, Drawing, Drawn, EngineSampler, Exchange, Prompts, RolloutBatches, Sampler, make_rewards
+from mpar.tasks import TaskChain
 from mpar.train._gather import gathered_params
 from mpar.train._run_data import RunData
 from mpar.train._setup import RunSetup, reward_specs
@@ -37,7 +38,7 @@ def draw_rollouts(setup: RunSetup, program: Program, data: RunData, rank: int, e
         return
     prompts = Prompts(batches.prompts.documents, seed=config.seed, shuffle=config.data.shuffle)
     tokenizer = data.tokenizer
-    paths = tuple(tree.paths(setup.model.abstract_params))
+    paths = tuple(tree.paths(_policy(setup).abstract_params))
     drawing = Drawing(
         batches.plan,
         prompts,
@@ -74,14 +75,19 @@ class _OfPolicy:
         return self.sampler.draw(asks)
 
 
+def _policy(setup: RunSetup) -> Trainable:
+    """The model that is trained, with its adapters; it knows what is frozen, which is stored in the dtype that it computes in."""
+    return setup.chain.base if isinstance(setup.chain, TaskChain) else setup.model
+
+
 def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """The text of tokens; of ids beyond the tokenizer's, which a model with a padded vocabulary may draw, nothing."""
     return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size], skip_special_tokens=True)
 
 
 def _sampler(setup: RunSetup, batches: RolloutBatches, tokenizer: Tokenizer, device: torch.device) -> Sampler:
-    model, plan = setup.model, batches.plan
-    if not isinstance(model, Model):
+    model, plan = _policy(setup), batches.plan
+    if not isinstance(model.plain, Model):
         raise ConfigError(f"cannot draw answers with this {model.name} model: it is a chain, and no language model of mpar.")
     rows = min(setup.config.task.rollout_rows, plan.num_answers)
     length = plan.max_prompt_tokens + plan.max_tokens
@@ -94,5 +100,5 @@ def _sampler(setup: RunSetup, batches: RolloutBatches, tokenizer: Tokenizer, dev
         of_model = tree.unflatten(structure, [params[path] for path in paths])
         return compiled.make_runner(model, of_model, sizes, precision=precision, device=device)
 
-    ends = dict.fromkeys([*end_ids(model), *([] if tokenizer.eos_id is None else [tokenizer.eos_id])])
+    ends = dict.fromkeys([*end_ids(model.plain), *([] if tokenizer.eos_id is None else [tokenizer.eos_id])])
     return EngineSampler(make_runner, list(ends), plan.max_tokens)

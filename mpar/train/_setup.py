@@ -20,7 +20,7 @@ from mpar.program import Hardware
 from mpar.rollouts import RewardSpec, RolloutPlan
 from mpar.strategy import Strategy, preset
 from mpar.tasks import BY_ANSWER, TaskChain
-from mpar.train._adapters import adapted, adapted_part, with_rates
+from mpar.train._adapters import adapted, adapted_part, with_rates, without_adapters
 from mpar.train._config import (
     FreezeConfig,
     HardwareConfig,
@@ -220,7 +220,7 @@ def _reference(config: TaskConfig, model: Trainable) -> tuple[Trainable, bool]:
             "cannot compare with the model without its adapter: adapter.init=pissa and olora take the adapter out of the "
             "weights, which are then no longer those of the model.\nUse task.reference=columns, or another init."
         )
-    return (model, False) if adapted is None else (adapted.base, True)
+    return (model, False) if adapted is None else (without_adapters(model), True)
 
 
 def _shapes(chain: Chain) -> dict[str, tuple[int, ...]]:

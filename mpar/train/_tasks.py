@@ -87,6 +87,6 @@ def answers_of(config: TaskConfig) -> Answers | None:
         config.answers,
         tuple(task.entries),
         prompts=task.reads_prompts,
-        scored=task.reads_hidden,
+        scored=not task.reads_logits,
         mismatched=isinstance(task, Kto),
     )

@@ -49,6 +49,24 @@ def test_format_and_lengths():
     assert given("overlong", ["a" * 6, "a" * 8, "a" * 10, "a" * 14], max_tokens=10, cache=4) == [0, -0.5, -1, -1]
 
 
+def test_cosine_prefers_short_right_answers_and_long_wrong_ones():
+    """Half a wave between the two numbers of a range, which ends at max_tokens."""
+    answers = ["7", "7" + " " * 4, "7" + " " * 9, "7" + " " * 30, "8", "8" * 5, "8" * 10]
+    expected = [0.75 + 0.25 * math.cos(math.pi / 10), 0.75, 0.5, 0.5, -0.25 - 0.25 * math.cos(math.pi / 10), -0.25, 0.0]
+    assert given("cosine", answers, {"answer": "7"}, max_tokens=10) == pytest.approx(expected)
+    assert given("cosine", ["7", "8"], {"answer": "7"}, max_tokens=1, correct=[3, 2], wrong=[-3, -2]) == [2, -2]
+    with pytest.raises(RewardError, match=r"needs max_tokens of at least 1, and two numbers each"):
+        given("cosine", ["7"], {"answer": "7"}, max_tokens=10, correct=[1])
+
+
+def test_repetition_costs_the_share_of_sequences_that_came_before():
+    """Five sequences of two words, of which three came before; too short answers have none."""
+    assert given("repetition", ["a b a B\na b", "a b", "", "a b c d"], words=2) == pytest.approx([-0.6, 0, 0, 0])
+    assert given("repetition", ["a b c a b c"], penalty=2.0) == [-0.5]
+    with pytest.raises(RewardError, match="at least 1 word, not of 0"):
+        given("repetition", ["a"], words=0)
+
+
 def test_programs_run_with_limits():
     """Right ends well; wrong, endless, greedy and silent exits with an error do not."""
     programs = [

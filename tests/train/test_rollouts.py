@@ -48,6 +48,10 @@ GRPO = (
 )
 
 
+LORA = ("adapter=lora", "adapter.rank=4", "adapter.alpha=64")
+QLORA = (*LORA, "model.quantise=int8")
+
+
 def write_arithmetic(folder: Path) -> None:
     """Sums of two digits below 4, with answers that are off by up to 3; prompts; and a tokenizer of digits."""
     draw, pairs = random.Random(0), [(a, b) for a in range(4) for b in range(4)]
@@ -120,9 +124,10 @@ def test_it_learns_to_add(arithmetic):
     assert any(record.task_means["gap"] > 1e-3 for record in records[1::3])
 
 
-def test_a_run_goes_on_between_two_updates_with_the_same_bits(arithmetic):
+@pytest.mark.parametrize("policy", [(), LORA], ids=["all", "lora"])
+def test_a_run_goes_on_between_two_updates_with_the_same_bits(arithmetic, policy):
     """A run of 7 updates in three parts, stopped between updates of one drawing and at a drawing, ends with the same bits."""
-    options = (*GRPO, "task.rollout_batches=2", "task.rollout_rounds=2", "optimizer.lr_decay=constant")
+    options = (*GRPO, *policy, "task.rollout_batches=2", "task.rollout_rounds=2", "optimizer.lr_decay=constant")
     expected = trained(arithmetic / "one", 7, *options)
     records = [record for end in (3, 4, 7) for record in trained(arithmetic / "parts", end, *options)]
     assert [record.loss for record in records] == [record.loss for record in expected]
@@ -135,10 +140,13 @@ def test_a_run_goes_on_between_two_updates_with_the_same_bits(arithmetic):
         assert path.read_bytes() == (arithmetic / "parts" / "rollouts" / path.name).read_bytes()
 
 
-def test_it_is_held_to_the_model_of_the_beginning(arithmetic):
-    """With beta, a frozen copy lies beside the model: the divergence is 0 at first, and then it is not."""
+@pytest.mark.parametrize("policy", [(), LORA, QLORA], ids=["all", "lora", "qlora"])
+def test_it_is_held_to_the_model_of_the_beginning(arithmetic, policy):
+    """With beta, a frozen copy lies beside the model, or the model without its adapter: the divergence is 0 at first, and then it
+    is not. What was drawn has the log-probabilities that the trainer computes."""
     short = ("task.rewards=[length]", "task.reward_options={length: {target: 1}}", "optimizer.lr_decay=constant")
-    records = trained(arithmetic / "run", 3, *GRPO, *short, "task.beta=0.1", "task.rollout_rounds=3")
+    records = trained(arithmetic / "run", 4, *GRPO, *policy, *short, "task.beta=0.1", "task.rollout_rounds=3")
+    assert [record.task_means["gap"] < 1e-6 for record in records] == [True, False, False, True]
     divergences = [record.task_means["kl"] for record in records]
     assert divergences[0] < 1e-9 < divergences[1] < divergences[2]
 

@@ -8,6 +8,7 @@ from numbers import Real
 from mpar.errors import ConfigError, MparError, RewardError, brief
 from mpar.plug_ins import PlugIn, is_reference
 from mpar.rollouts._rollout import Rollout
+from mpar.rollouts.rewards._limit import Followed, OutOfTime, limited
 
 __all__ = ["NAMES", "Reward", "RewardSpec", "make_rewards", "reward_problems", "score"]
 
@@ -16,6 +17,8 @@ NAMES: Mapping[str, str] = {
     "format": "mpar.rollouts.rewards._exact:format_matches",
     "length": "mpar.rollouts.rewards._exact:length",
     "overlong": "mpar.rollouts.rewards._exact:overlong",
+    "cosine": "mpar.rollouts.rewards._shape:cosine",
+    "repetition": "mpar.rollouts.rewards._shape:repetition",
     "code": "mpar.rollouts.rewards._code:code_runs",
 }
 """The rewards that have names, and their functions."""
@@ -68,27 +71,41 @@ def make_rewards(specs: Sequence[RewardSpec]) -> list[Reward]:
     return [Reward(spec.name, spec.weight, spec.plug_in.function(), spec.options) for spec in specs]
 
 
-def score(rewards: Sequence[Reward], rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The rollouts with their rewards. A reward that is None or NaN is left out of the sum; a rollout without any has None.
+def score(rewards: Sequence[Reward], rollouts: Sequence[Rollout], time_s: float | None = None) -> list[Rollout]:
+    """The rollouts with these rewards besides those that they have. A reward that is None or NaN is left out of the sum; a
+    rollout without any has None.
 
-    Raises RewardError if a function raises, or returns anything else than a number or None for each rollout.
+    time_s: how long a function may take, see `limited`. Raises RewardError if one takes longer, raises, or returns anything else
+    than a number or None for each rollout.
     """
-    columns = {reward.name: _values(reward, rollouts) for reward in rewards}
+    columns = {reward.name: _values(reward, rollouts, time_s) for reward in rewards}
     scored = []
     for index, rollout in enumerate(rollouts):
         given = {name: values[index] for name, values in columns.items()}
         parts = [reward.weight * value for reward in rewards if (value := given[reward.name]) is not None]
-        scored.append(replace(rollout, rewards=given, reward=math.fsum(parts) if parts else None))
+        parts += [] if rollout.reward is None else [rollout.reward]
+        scored.append(replace(rollout, rewards={**rollout.rewards, **given}, reward=math.fsum(parts) if parts else None))
     return scored
 
 
-def _values(reward: Reward, rollouts: Sequence[Rollout]) -> list[float | None]:
+def _values(reward: Reward, rollouts: Sequence[Rollout], time_s: float | None) -> list[float | None]:
+    followed = Followed(rollouts)
     try:
-        found = reward.function(rollouts, **reward.options)
+        with limited(time_s):
+            found = reward.function(followed, **reward.options)
+    except OutOfTime:
+        at = "before it read one" if followed.last is None else f"the last that it read is {_described(followed.last)}"
+        raise RewardError(
+            f"cannot reward answers with {reward.name}: task.reward_time_s={time_s:g} seconds are over, and it has not returned for "
+            f"{len(rollouts)} rollouts; {at}.\nLet it give up by itself, which None says, or allow it more time."
+        ) from None
     except MparError as error:
         raise RewardError(f"cannot reward answers with {reward.name}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise RewardError(f"cannot reward answers with {reward.name}: it raised {type(error).__name__}: {error}") from error
+        at = "" if followed.last is None else f"; the last rollout that it read is {_described(followed.last)}"
+        raise RewardError(
+            f"cannot reward answers with {reward.name}: it raised {type(error).__name__}: {error}{at}"
+        ) from error
     if isinstance(found, str | Mapping) or not hasattr(found, "__iter__"):
         raise RewardError(f"cannot reward answers with {reward.name}: it returned {brief(found)}, not a number for each rollout")
     values = list(found)
@@ -100,6 +117,10 @@ def _values(reward: Reward, rollouts: Sequence[Rollout]) -> list[float | None]:
     return [_value(reward, value, rollout) for value, rollout in zip(values, rollouts, strict=True)]
 
 
+def _described(rollout: Rollout) -> str:
+    return f"the answer {brief(rollout.answer)} to {rollout.name}"
+
+
 def _value(reward: Reward, value: object, rollout: Rollout) -> float | None:
     """A number, or None for None and NaN."""
     number = value.item() if hasattr(value, "item") and not isinstance(value, Real) else value
@@ -107,7 +128,7 @@ def _value(reward: Reward, value: object, rollout: Rollout) -> float | None:
         return None
     if not isinstance(number, Real) or not math.isfinite(number):
         raise RewardError(
-            f"cannot reward answers with {reward.name}: for the answer {brief(rollout.answer)} to {rollout.name} it returned "
+            f"cannot reward answers with {reward.name}: for {_described(rollout)} it returned "
             f"{brief(value)}, which is no finite number, None or NaN"
         )
     return float(number)
