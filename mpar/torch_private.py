@@ -29,6 +29,7 @@ __all__ = [
     "is_functional",
     "last_autograd_node",
     "map_tensors",
+    "no_torch_function",
     "onednn_linear",
     "onednn_pack",
     "onednn_packs",
@@ -78,6 +79,8 @@ fused_adamw_ = torch._fused_adamw_
 grouped_mm = torch._grouped_mm
 map_tensors = pytree.tree_map
 """`map_tensors(fn, tree)`: the same tree with `fn` applied to what is at its leaves, which need not be tensors."""
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a class of tensors that only looks at ops."""
 functorch_transforms_active = torch._C._are_functorch_transforms_active
 unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 """The tensor without the wrappers of transforms of `torch.func` that have ended."""

@@ -12,7 +12,7 @@ from mpar import tree
 from mpar.errors import ConfigError
 from mpar.infer._check_params import check_params
 from mpar.infer._compile_decode import compile_decode
-from mpar.infer._packed_params import packings
+from mpar.infer._packed_params import Packing, packings
 from mpar.infer._scheduler import Sizes
 from mpar.infer._scorer import Scorer
 from mpar.infer._scores import Scores
@@ -75,7 +75,6 @@ class ProgramRunner:
         self._prepare(self.counts[0])
         share = mesh.axis_size(tuple(table.compute["seq"]))
         self._scorer = Scorer(model, sizes.length // share * share, sizes.groups, compile_scores, self.device)
-        self._packings = packings(model, self.programs[self.counts[0]], self._rank)
         self.state = self._first_state(self.programs[self.counts[0]], params)
 
     def prepare(self) -> None:
@@ -104,6 +103,10 @@ class ProgramRunner:
         given = {path: tree.get(params, path) for path in read}
         leaves = program.init_state(given, self._rank).leaves
         return State(self._packed({path: leaf.to(self.device) for path, leaf in leaves.items()}))
+
+    @functools.cached_property
+    def _packings(self) -> dict[str, Packing]:
+        return packings(self.model, self.programs[self.counts[0]], self._rank)
 
     def _packed(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {path: self._packings[path](leaf) if path in self._packings else leaf for path, leaf in leaves.items()}

@@ -5,10 +5,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from mpar.torch_private import map_tensors, onednn_linear, onednn_pack, onednn_packs
+from mpar.torch_private import map_tensors, no_torch_function, onednn_linear, onednn_pack, onednn_packs
 
 __all__ = ["PackedMatrix", "pack_matrix"]
 
@@ -31,7 +30,7 @@ class PackedMatrix(Tensor):
         x.blocks, x.given, x.kept = blocks, given, kept
         return x
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
