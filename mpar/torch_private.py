@@ -28,6 +28,11 @@ __all__ = [
     "grouped_mm",
     "is_functional",
     "last_autograd_node",
+    "map_tensors",
+    "no_torch_function",
+    "onednn_linear",
+    "onednn_pack",
+    "onednn_packs",
     "original_views",
     "outside_the_trace",
     "overload_of",
@@ -72,6 +77,10 @@ flash_attention_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 fused_adamw_ = torch._fused_adamw_
 grouped_mm = torch._grouped_mm
+map_tensors = pytree.tree_map
+"""`map_tensors(fn, tree)`: the same tree with `fn` applied to what is at its leaves, which need not be tensors."""
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a class of tensors that only looks at ops."""
 functorch_transforms_active = torch._C._are_functorch_transforms_active
 unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 """The tensor without the wrappers of transforms of `torch.func` that have ended."""
@@ -81,6 +90,21 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), _NAMES.get(name, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def onednn_packs(dtype: torch.dtype) -> bool:
+    """Whether products with a matrix in the blocks of oneDNN are faster on this machine: in bfloat16, if its CPU computes so."""
+    return dtype == torch.bfloat16 and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def onednn_pack(matrix: torch.Tensor) -> torch.Tensor:
+    """A matrix (columns, inner) in the blocks of oneDNN, which no other op reads."""
+    return torch.ops.mkldnn._reorder_linear_weight(matrix.contiguous(), 1)  # 1: for so many rows, which changes nothing
+
+
+def onednn_linear(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """The product of rows (R, inner) with a matrix that was packed, (R, columns)."""
+    return torch.ops.mkldnn._linear_pointwise.default(rows, blocks, None, "none", [], "")
 
 
 def storage_key(x: torch.Tensor) -> int:

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mpar import tree
-from mpar.chain import Axes, is_axes
 from mpar.errors import ConfigError
 from mpar.infer._check_params import check_params
 from mpar.infer._compile_decode import compile_decode
+from mpar.infer._packed_params import Packing, packings
 from mpar.infer._scheduler import Sizes
 from mpar.infer._scorer import Scorer
 from mpar.infer._scores import Scores
@@ -30,8 +30,9 @@ __all__ = ["ProgramRunner"]
 _PARAMS = "params."
 Run = Callable[[State, Mapping[str, Tensor]], tuple[State, dict[str, Tensor]]]
 """`run(state, batch)` gives the new state and the results of a step."""
-_GROWTH = 4
-"""By how much each number of tokens for which there is a program exceeds the one before: less padding, but more to compile."""
+_FIRST, _GROWTH = (1, 4, 8, 16), 4
+"""The numbers of tokens for which there are programs: these, and then each exceeds the one before by a factor. More of them would
+mean less padding, but more to compile; most steps of an engine have one token of each of a few rows."""
 
 
 class ProgramRunner:
@@ -109,32 +110,45 @@ class ProgramRunner:
     def _first_state(self, program: Program, params: Tree) -> State:
         read = tree.paths(self.model.without_multi_token().abstract_params)
         given = {path: tree.get(params, path) for path in read}
-        leaves = {path: leaf.to(self.device) for path, leaf in program.init_state(given, _rank(program.mesh)).leaves.items()}
-        axes = {f"{_PARAMS}{path}": names for path, names in tree.leaves_with_path(self.model.param_axes, is_leaf=is_axes)}
-        return State({path: _laid_out(leaf, axes.get(path, ())) for path, leaf in leaves.items()})
+        leaves = program.init_state(given, _rank(program.mesh)).leaves
+        return State(self._packed({path: leaf.to(self.device) for path, leaf in leaves.items()}))
+
+    @functools.cached_property
+    def _packings(self) -> dict[str, Packing]:
+        program = self.programs[self.counts[0]]
+        return packings(self.model, program, _rank(program.mesh))
+
+    def _packed(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {path: self._packings[path](leaf) if path in self._packings else leaf for path, leaf in leaves.items()}
 
     def load(self, params: Mapping[str, Tensor]) -> None:
         """See `Runner`. On several ranks these are the shards of this rank, placed as the programs store them."""
         held = {path: leaf for path, leaf in self.state.leaves.items() if path.startswith(_PARAMS)}
         given = {f"{_PARAMS}{path}": leaf.detach() for path, leaf in params.items()}
         check_params(held, {path: leaf for path, leaf in given.items() if not path.startswith(f"{_PARAMS}mtp.")})
-        self.state = State({path: given.get(path, leaf) for path, leaf in self.state.leaves.items()}, self.state.step)
+        new = self._packed({path: leaf for path, leaf in given.items() if path in held})
+        self.state = State(self.state.leaves | new, self.state.step)
         if self._execution == "cuda_graph":  # what was recorded reads the parameters where they were
             self._runs = {count: self._bound(program) for count, program in self.programs.items()}
 
     def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
         """See `Runner`."""
         sizes = self.sizes
-        places = [torch.arange(len(rows_T))] if sizes.groups == 1 else _by_group(rows_T, sizes)
-        given = max(len(places_N) for places_N in places)
+        columns = {"tokens": (tokens_T, 0), "positions": (order_T, 0), "rows": (rows_T, -1)}
+        places = [] if sizes.groups == 1 else _by_group(rows_T, sizes)
+        given = max((len(places_N) for places_N in places), default=len(rows_T))
         count = next(n for n in self.counts if n >= given)
         self._prepare(count)
-        columns = {"tokens": (tokens_T, 0), "positions": (order_T, 0), "rows": (rows_T % sizes.group_rows, -1)}
-        batch = {
-            key: torch.stack([pad(column[places_N], (0, count - len(places_N)), value=fill) for places_N in places])
-            for key, (column, fill) in columns.items()
-        }
-        batch |= {"pages": pages_RP.reshape(sizes.groups, -1), "last": _last_in_group(last_R, places).view(sizes.groups, -1)}
+        if places:
+            columns["rows"] = rows_T % sizes.group_rows, -1
+            batch = {
+                key: torch.stack([pad(column[places_N], (0, count - len(places_N)), value=fill) for places_N in places])
+                for key, (column, fill) in columns.items()
+            }
+            last_R = _last_in_group(last_R, places)
+        else:
+            batch = {key: pad(column, (0, count - given), value=fill)[None] for key, (column, fill) in columns.items()}
+        batch |= {"pages": pages_RP.reshape(sizes.groups, -1), "last": last_R.view(sizes.groups, -1)}
         self.state, results = self._runs[count](self.state, {key: x.to(self.device) for key, x in batch.items()})
         return results["logits"].flatten(0, 1)
 
@@ -148,24 +162,12 @@ def _rank(mesh: Mesh) -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() and mesh.size > 1 else 0
 
 
-def _laid_out(leaf: Tensor, axes: Axes) -> Tensor:
-    """A matrix in bfloat16 on a CPU with the features that products sum over next to each other in memory, as torch's products of
-    a few rows want it; in float32 they do not."""
-    if leaf.device.type != "cpu" or leaf.dtype != torch.bfloat16 or "vocab" in axes[:1] or "expert" in axes:
-        return leaf
-    if len(axes) > 1 and axes[0] == "embed":
-        return leaf.movedim(0, -1).contiguous().movedim(-1, 0)
-    if len(axes) > 1 and axes[-1] == "embed":
-        return leaf.movedim(-1, 0).contiguous().movedim(0, -1)
-    return leaf
-
-
 def _counts(largest: int, unit: int) -> list[int]:
     """The numbers of tokens for which there are programs, up to the most that a step may have; they are multiples of `unit`."""
-    counts = [unit]
-    while counts[-1] < largest:
-        counts.append(min(_GROWTH * counts[-1], largest))
-    return [-(-count // unit) * unit for count in counts]
+    counts = [unit * count for count in _FIRST if unit * count < largest]
+    while counts and _GROWTH * counts[-1] < largest:
+        counts.append(_GROWTH * counts[-1])
+    return [*counts, -(-largest // unit) * unit]
 
 
 def _unit(strategy: Strategy, mesh: Mesh) -> int:
@@ -181,7 +183,5 @@ def _by_group(rows_T: Tensor, sizes: Sizes) -> list[Tensor]:
 
 def _last_in_group(last_R: Tensor, places: Sequence[Tensor]) -> Tensor:
     """`last_R`, which counts all tokens of a step, by the places among the tokens of the row's group."""
-    if len(places) == 1:
-        return last_R
     order_T = torch.cat([torch.arange(len(places_N)) for places_N in places])[torch.cat(list(places)).argsort()]
     return torch.where(last_R < 0, -1, order_T[last_R.clamp(min=0)])

@@ -16,6 +16,7 @@ from mpar.ops._mlp_tiled import Activation, mlp_tiled
 from mpar.ops._newton_schulz import newton_schulz
 from mpar.ops._nf4 import NF4_BLOCK, NF4_CODES, Nf4, dequantise_nf4, nf4_scale_codes, nf4_shapes, quantise_nf4
 from mpar.ops._overwrite import overwrite
+from mpar.ops._packed_matrix import PackedMatrix, pack_matrix
 from mpar.ops._quantise_fp8 import (
     FP8_MAX,
     FP8_SIDE,
@@ -98,6 +99,7 @@ __all__ = [
     "Marks",
     "Nf4",
     "Operand",
+    "PackedMatrix",
     "Primitive",
     "RouterOrder",
     "RouterScore",
@@ -150,6 +152,7 @@ __all__ = [
     "nf4_scale_codes",
     "nf4_shapes",
     "overwrite",
+    "pack_matrix",
     "paged_attention",
     "parse_sharding",
     "permute",

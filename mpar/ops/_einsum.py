@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mpar.errors import DtypeError, ShapeError
 from mpar.op_shape import MatmulShape
+from mpar.ops._packed_matrix import PackedMatrix
 from mpar.ops.primitive import Cost, Primitive, ShardingRule
 
 __all__ = ["einsum"]
@@ -90,8 +91,17 @@ def _abstract(a, b, *, equation):
 
 @einsum_p.def_impl
 def _impl(a: Tensor, b: Tensor, *, equation: str) -> Tensor:
+    if type(b) is PackedMatrix:
+        (in_a, in_b), output = _split_known(equation)
+        product = b.einsum(a, in_a, in_b, output)
+        if product is not None:
+            return product
+        b = b.plain()
     fewest = _FEWEST_COLUMNS if a.dtype == torch.float32 and a.device.type == "cpu" else 0
     return _plan(equation, a.shape, a.stride(), b.shape, b.stride(), fewest)(a, b)
+
+
+_split_known = lru_cache(maxsize=256)(lambda equation: _split(equation, 2))
 
 
 @lru_cache(maxsize=4096)

@@ -52,13 +52,14 @@ def _impl(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     half, rest = cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]
     wide = x if x.dtype == cos.dtype else x.to(torch.promote_types(x.dtype, cos.dtype))
     y = torch.empty_like(wide, memory_format=torch.contiguous_format)
-    if interleaved:
-        (x1, x2), (y1, y2) = ((z[..., 0 : 2 * half : 2], z[..., 1 : 2 * half : 2]) for z in (wide, y))
-    else:  # one split is faster than two slices: with few tokens, the calls are what takes time
-        (x1, x2, _), (y1, y2, _) = (z.split((half, half, rest), -1) for z in (wide, y))
+    turned, turning = (wide[..., : 2 * half], y[..., : 2 * half]) if rest else (wide, y)
+    shape, dim = (*x.shape[:-1], *((half, 2) if interleaved else (2, half))), -1 if interleaved else -2
+    turned, turning = turned.view(shape), turning.view(shape)
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
-    torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-1)
-    torch.mul(x2, cos, out=y2).addcmul_(x1, sin)
+    torch.mul(turned, cos.unsqueeze(dim), out=turning)  # of both halves: with few tokens the calls are what takes time
+    (x1, x2), (y1, y2) = turned.unbind(dim), turning.unbind(dim)
+    y1.addcmul_(x2, sin, value=-1)
+    y2.addcmul_(x1, sin)
     if rest:
         y[..., 2 * half :] = wide[..., 2 * half :]
     return y if y.dtype == x.dtype else y.to(x.dtype)

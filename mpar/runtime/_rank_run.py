@@ -48,6 +48,7 @@ class RankRun:
         }
         self._state = {leaf.path: _local(program, leaf) for leaf in part.state_in}
         self._batch = {batch_key(leaf): _all_pieces(program, *_local(program, leaf)) for leaf in part.batch}
+        self._pieces = [self._piece(leaf) for leaf in part.batch]
         calls = [
             functions[instruction.kind] if instruction.kind in functions else self._message(instruction)
             for instruction in part.instructions
@@ -144,7 +145,7 @@ class RankRun:
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """`(new state, metrics)` by path. Takes the tensors out of `leaves`, so that each is freed after its last use."""
         env = {leaf.value: leaves.pop(leaf.path) for leaf in self.part.state_in}
-        env |= {leaf.value: self._rows(leaf, batch) for leaf in self.part.batch}
+        env |= {value: batch[key] if rows is None else batch[key][rows] for value, key, rows in self._pieces}
         env |= {leaf.value: scalar for leaf, scalar in zip(self.part.scalars, scalars, strict=True)}
         with torch.no_grad():
             self._execute(env)
@@ -172,9 +173,10 @@ class RankRun:
             for value in later:
                 del env[value]
 
-    def _rows(self, leaf: Leaf, batch: Mapping[str, Tensor]) -> Tensor:
-        piece, rows = int(leaf.path.rpartition(".")[2]), self.program.values[leaf.value].shape[0]
-        return batch[batch_key(leaf)][piece * rows : (piece + 1) * rows]
+    def _piece(self, leaf: Leaf) -> tuple[int, str, slice | None]:
+        """The value of a piece of the batch, the entry that it is of, and the rows there; None for all."""
+        key, piece, rows = batch_key(leaf), int(leaf.path.rpartition(".")[2]), self.program.values[leaf.value].shape[0]
+        return leaf.value, key, None if self._batch[key][1][0] == rows else slice(piece * rows, (piece + 1) * rows)
 
 
 def _local(program: ProgramData, leaf: Leaf) -> Expected:

@@ -13,8 +13,10 @@ from mpar.chain import is_axes
 from mpar.errors import ConfigError
 from mpar.infer import Chosen, Engine, Sampling, Sizes
 from mpar.infer.compile import ProgramRunner, divisible_pages
+from mpar.ops import PackedMatrix
 from mpar.strategy import preset
 from mpar.testing import assert_close
+from mpar.torch_private import onednn_packs
 from tests.infer.runner_worker import MESHES, found_on
 from tests.infer.simulated_runner import SimulatedRunner
 from tests.models.variants import KINDS, VARIANTS
@@ -145,3 +147,20 @@ def test_two_processes_give_the_same_answers(tmp_path):
             assert found[0] == answers
             for one, expected in zip(found[1], logprobs, strict=True):
                 assert_close(torch.tensor(one), torch.tensor(expected), name=f"{name}{rank}")
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v3", "gpt2", "mamba2", "mixtral", "qwen2"])
+def test_steps_read_packed_matrices_only_by_products(variant, monkeypatch):
+    """In bfloat16 the matrices are packed; no step puts one together again, and other parameters are packed when they come."""
+    if not onednn_packs(torch.bfloat16):
+        return  # this machine keeps plain weights, which test_greedy_equals_transformers covers
+    model = _model(variant).with_dtype(torch.bfloat16)
+    runner = ProgramRunner(model, model.init(0), SIZES)
+    others = {path: leaf for path, leaf in tree.leaves_with_path(dataclasses.replace(model.init(1), mtp=None))}
+    fresh = [chosen.token for chosen in _answers(ProgramRunner(model, model.init(1), SIZES), PROMPTS[:1], 4)[0]]
+    count = sum(isinstance(leaf, PackedMatrix) for leaf in runner.state.leaves.values())
+    assert count >= 2 * len([segment for segment in model.segments if segment.name.startswith("layers")])
+    monkeypatch.setattr(PackedMatrix, "blocks_as_plain", lambda self: pytest.fail("a step put a matrix together"))
+    runner.load(others)
+    assert sum(isinstance(leaf, PackedMatrix) for leaf in runner.state.leaves.values()) == count
+    assert [chosen.token for chosen in _answers(runner, PROMPTS[:1], 4)[0]] == fresh

@@ -102,7 +102,7 @@ def _impl(q, k, v, rows, positions, pages, sinks, *, shard, page_size, window, s
     """`out`, and the log-sum-exp of the scores (B, T, N). shard: the pools lack pages, whose numbers are outside of theirs;
     tokens see only the pages that are there."""
     how = _How(shard, page_size, window, scale, soft_cap, sinks)
-    groups = [_attend(q[b], k[b], v[b], rows[b], positions[b], pages[b], how) for b in range(q.shape[0])]
+    groups = [_attend(*of_group, how=how) for of_group in zip(q, k, v, rows, positions, pages, strict=True)]
     if len(groups) == 1:
         return groups[0][0].unsqueeze(0), groups[0][1].unsqueeze(0)
     return torch.stack([out for out, _ in groups]), torch.stack([lse for _, lse in groups])
@@ -129,20 +129,28 @@ class _Run(NamedTuple):
 
 
 class _Singles(NamedTuple):
-    """Tokens that are alone of their rows, which have about as many pages: their indices (N,), rows (N,) and positions."""
+    """Tokens that are alone of their rows, which have about as many pages: their indices (N,), rows (N,) and positions.
+
+    bias: (N, 1, 1, M), zero for the positions of its row that each token sees, -inf for others. Nothing may change it.
+    first: whether these are the first rows, in their order.
+    """
 
     num_pages: int
     tokens: Tensor
     rows: Tensor
-    positions: tuple[int, ...]
+    first: bool
+    bias: Tensor
 
 
-def _attend(q_TNH, k_PKH, v_PKH, rows_T, positions_T, pages_RL, how: _How) -> tuple[Tensor, Tensor]:
+def _attend(q_TNH, k_PKH, v_PKH, rows_T, positions_T, pages_RL, *, how: _How) -> tuple[Tensor, Tensor]:
     """The results of one group."""
-    pools = [pool.reshape(-1, how.page_size * pool[0].numel()) for pool in (k_PKH, v_PKH)]  # a page is one row
-    at_once = 0 if how.shard else max(1, _GATHERED // pools[0].shape[1])
-    runs, singles = _plan(tuple(rows_T.tolist()), tuple(positions_T.tolist()), how.page_size, at_once, q_TNH.device)
-    if not runs and len(singles) == 1 and len(singles[0].positions) == q_TNH.shape[0]:
+    page = how.page_size * k_PKH.shape[1] * k_PKH.shape[2]
+    pools = k_PKH.reshape(-1, page), v_PKH.reshape(-1, page)  # a page is one row
+    at_once = 0 if how.shard else max(1, _GATHERED // page)
+    wide = q_TNH.dtype if _takes_flash(q_TNH, how) else _wide(q_TNH)
+    given = tuple(rows_T.tolist()), tuple(positions_T.tolist())
+    runs, singles = _plan(*given, how.page_size, at_once, how.window, wide, q_TNH.device)
+    if not runs and len(singles) == 1 and singles[0].bias.shape[0] == q_TNH.shape[0]:
         return _attend_each(q_TNH, pools, pages_RL, singles[0], how, k_PKH.shape[1:])
     out_TNH = q_TNH.new_zeros(q_TNH.shape)
     lse_TN = torch.full(q_TNH.shape[:2], -torch.inf, dtype=_wide(q_TNH), device=q_TNH.device)
@@ -177,7 +185,13 @@ def _wide(x: Tensor) -> torch.dtype:
 
 @functools.lru_cache(maxsize=16)
 def _plan(
-    rows: Sequence[int], positions: Sequence[int], page_size: int, at_once: int, device: torch.device
+    rows: Sequence[int],
+    positions: Sequence[int],
+    page_size: int,
+    at_once: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[tuple[_Run, ...], tuple[_Singles, ...]]:
     """How the tokens of a group are computed. All layers of a step have the same plan, so it is remembered.
 
@@ -201,8 +215,10 @@ def _plan(
         count = max(1, at_once // num_pages)
         parts = (tuple(tokens[first : first + count]) for first in range(0, len(tokens), count))
         for part in parts:
-            index, own_rows = (torch.tensor(each, device=device) for each in (part, [rows[i] for i in part]))
-            singles.append(_Singles(num_pages, index, own_rows, tuple(positions[i] for i in part)))
+            own_rows = [rows[i] for i in part]
+            bias = _bias([positions[i] for i in part], num_pages * page_size, window, dtype, device)
+            index, rows_N = (torch.tensor(each, device=device) for each in (part, own_rows))
+            singles.append(_Singles(num_pages, index, rows_N, own_rows == list(range(len(part))), bias))
     return tuple(runs), tuple(singles)
 
 
@@ -215,27 +231,29 @@ def _rounded(num_pages: int) -> int:
 def _attend_each(q_TNH, pools, pages_RL, single: _Singles, how: _How, head_shape) -> tuple[Tensor, Tensor]:
     """Attention of each token to keys of its own row; query heads of one kv head are treated as queries of one sequence."""
     (T, N, H), K = q_TNH.shape, head_shape[0]
-    used = pages_RL.index_select(0, single.rows)[:, : single.num_pages].flatten()
-    k_TKMH, v_TKMH = (pool.index_select(0, used).view(T, -1, K, H).transpose(1, 2) for pool in pools)
+    pages_TL = pages_RL[:T, : single.num_pages] if single.first else pages_RL[single.rows, : single.num_pages]
+    used, shape = pages_TL.reshape(-1), (T, single.bias.shape[-1], K, H)
+    k_TKMH, v_TKMH = (pool.index_select(0, used).view(shape).transpose(1, 2) for pool in pools)
     q_TKGH = q_TNH.view(T, K, N // K, H)
-    if q_TNH.device.type == "cpu" and how.soft_cap is None:
-        bias = _bias(single.positions, k_TKMH.shape[2], how.window, q_TNH.dtype, q_TNH.device)
-        out_TKGH, lse_TKG = flash_attention_cpu(q_TKGH, k_TKMH, v_TKMH, 0.0, False, attn_mask=bias, scale=how.scale)
+    if _takes_flash(q_TNH, how):
+        out_TKGH, lse_TKG = flash_attention_cpu(q_TKGH, k_TKMH, v_TKMH, 0.0, False, attn_mask=single.bias, scale=how.scale)
     else:
         wide = _wide(q_TNH)
         scores = (q_TKGH.to(wide) @ k_TKMH.to(wide).transpose(2, 3)).mul_(how.scale)
         if how.soft_cap is not None:
             scores.div_(how.soft_cap).tanh_().mul_(how.soft_cap)
-        scores += _bias(single.positions, k_TKMH.shape[2], how.window, wide, q_TNH.device)
+        scores += single.bias
         lse_TKG = torch.logsumexp(scores, -1)
         out_TKGH = ((scores - lse_TKG.unsqueeze(-1)).exp_() @ v_TKMH.to(wide)).to(q_TNH.dtype)
     out_TNH, lse_TN = out_TKGH.reshape(q_TNH.shape), lse_TKG.reshape(q_TNH.shape[:2])
     return (out_TNH, lse_TN) if how.sinks is None else with_sinks(out_TNH, lse_TN, how.sinks)
 
 
-@functools.lru_cache(maxsize=16)
+def _takes_flash(q_TNH: Tensor, how: _How) -> bool:
+    return q_TNH.device.type == "cpu" and how.soft_cap is None
+
+
 def _bias(positions: Sequence[int], num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(T, 1, 1, M): zero for the positions of its row that each token sees, -inf for others. Nothing may change it."""
     own_T1, keys_M = torch.tensor(positions, device=device).unsqueeze(1), torch.arange(num_keys, device=device)
     hidden_TM = keys_M > own_T1 if window is None else (keys_M > own_T1) | (keys_M <= own_T1 - window)
     return torch.zeros(hidden_TM.shape, dtype=dtype, device=device).masked_fill_(hidden_TM, -torch.inf)[:, None, None]

@@ -48,6 +48,8 @@ def _impl(pool: Tensor, rows: Tensor, places: Tensor, *, shard: bool) -> Tensor:
 @write_rows_over_p.def_impl
 def _write_over(pool: Tensor, rows: Tensor, places: Tensor, *, shard: bool) -> Tensor:
     """shard: the pool lacks places, so rows may have a place outside of it, where they are not written."""
+    if pool.shape[0] == 1 and not shard:
+        return pool.index_copy_(1, places[0], rows)
     for group in range(pool.shape[0]):
         new, where = rows[group], places[group]
         if shard:
