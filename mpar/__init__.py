@@ -15,7 +15,7 @@ _HOME = {
     "compile_eval": "mpar.program.compile",
     "compile_forward": "mpar.program.compile",
     "compile_step": "mpar.program.compile",
-    "generate": "mpar.infer",
+    "generate": "mpar.infer.compile",
     "jit": "mpar.program.jit",
     "value_and_grad": "mpar.program.jit",
 }

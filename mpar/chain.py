@@ -19,6 +19,7 @@ from mpar.user_code import user_code
 
 __all__ = [
     "CONTEXT_OF_PAST",
+    "HIGHEST",
     "Axes",
     "Carry",
     "Chain",
@@ -31,6 +32,8 @@ __all__ = [
     "of_segment",
 ]
 
+HIGHEST = ".highest"
+"""How the names of those metrics of a segment end of which microbatches report the highest, and not the sum."""
 Axes = tuple[str | None, ...]
 """Logical names of a tensor's dims, such as `("batch", "residual_seq", "embed")`; None is a dim that is never sharded."""
 
@@ -94,8 +97,9 @@ class Segment:
                "loss" is the sum over tokens; others are side losses, reported under their names. Every loss of every segment is
                divided by the chain's weight of the whole batch. So a side loss that is a mean must be multiplied by the weight of
                the batch that this call was given. An optional third result maps names to tensors, metrics, which are added over
-               microbatches and reported. `training` is a bool: True in training, False in evaluation, where the outputs of a
-               token should not depend on which others are in its batch. `fn` must be hashable: segments with equal `fn` and
+               microbatches and reported; of one whose name ends with HIGHEST the highest is reported. `training` is a bool:
+               True in training, False in evaluation, where the outputs of a token should not depend on which others are in its
+               batch. `fn` must be hashable: segments with equal `fn` and
                shapes share one kind.
     paths:     where the parameters of the segment are in the tree: `("layers.3",)`, or `("head", "embed.table_VD")` for a head
                that is tied to the embedding.
@@ -180,6 +184,12 @@ class Chain(Protocol):
         return frozenset()
 
     @property
+    def stands_for(self) -> Mapping[str, int]:
+        """By path, how many parameters a leaf stands for, where that is not the number of its elements: codes of several, or what
+        codes are multiplied by, which is none. By default there are no such leaves."""
+        return {}
+
+    @property
     def forbids_microbatches(self) -> str | None:
         """Why the batch of a step cannot be cut into microbatches; None, the default, if it can."""
         return None
@@ -201,6 +211,7 @@ _MEMBERS = (
     "state_axes",
     "updates",
     "frozen",
+    "stands_for",
     "forbids_microbatches",
     "forbids_slices",
 )

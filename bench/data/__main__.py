@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from bench._machine import foreign_cpu_s, this_run
 from bench._result import RESULTS, Json, Result, append_results
@@ -19,7 +20,7 @@ from bench.data._corpus import write_corpus, write_short_rows, write_tokenizer
 RATE_BAR, WORKERS_BAR, GROWTH_BAR_MB, WAIT_BAR, STEP_BAR = 0.9, 1.8, 50.0, 0.01, 1.02
 
 
-def measured(what: str, folder: Path, number: int) -> dict[str, float]:
+def measured(what: str, folder: Path, number: int) -> dict[str, Any]:
     """What a process of its own measures, and how many cores others used meanwhile."""
     began, foreign = time.perf_counter(), foreign_cpu_s()
     words = [sys.executable, "-m", "bench.data._measured", what, str(folder), str(number)]
@@ -78,37 +79,22 @@ def memory(rows: int) -> dict[str, Json]:
 
 
 def wait(steps: int, passes: int) -> dict[str, Json]:
-    """The share of the steps of `tiny` that waits for the data of a stream, and its steps beside those of the same data from
-    memory, in runs that take turns."""
-    kinds = {"stream": ["data.stream=true", "data.shuffle_rows=1000"], "memory": []}
-    records: dict[str, list[list[dict[str, float]]]] = {kind: [] for kind in kinds}
+    """The share of the steps of `tiny` that waits for the data of a stream, and the steps beside the same ones with the same
+    batches from memory. Each pass is a process that takes both in turn, so that a ratio is not one of two processes."""
+    runs: list[dict[str, dict[str, list[float]]]] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_corpus(folder / "corpus.jsonl", 6000)
-        write_tokenizer(folder / "tokenizer")
-        for number in range(passes):
-            for kind, options in kinds.items():
-                records[kind].append(_train(folder, f"{kind}{number}", steps, options))
-    step_s = {kind: [[record["step_s"] for record in run] for run in runs] for kind, runs in records.items()}
-    shares: dict[str, Json] = {}
-    for kind, runs in records.items():
-        shares[f"{kind}_step_s"] = round(statistics.median(statistics.median(run) for run in step_s[kind]), 4)
-        shares[f"{kind}_wait"] = round(sum(record["data_s"] for run in runs for record in run) / sum(map(sum, step_s[kind])), 5)
-    ratio = paired_ratio(step_s["stream"], step_s["memory"]).rounded()
-    return {**shares, "steps": steps, "passes": passes, "bar": WAIT_BAR, "stream_over_memory": ratio, "step_bar": STEP_BAR}
-
-
-def _train(folder: Path, run: str, steps: int, options: list[str]) -> list[dict[str, float]]:
-    """The records of the steps of a run behind its first ten."""
-    words = [
-        sys.executable, "-m", "mpar", "train", "task=pt", "data=jsonl", f"data.sources=[{folder}/corpus.jsonl]",
-        f"data.tokenizer={folder}/tokenizer", "data.seq_len=256", "mesh=one", "strategy=ddp", f"steps={steps}",
-        "model.config.vocab_size=16384", "num_threads=1", "checkpoint.every=null", "task.chat=[]", "tensorboard=false",
-        f"run_dir={folder}/{run}", *options,
-    ]  # fmt: skip
-    subprocess.run(words, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    lines = (folder / run / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines[10:]]
+        write_corpus(Path(name) / "corpus.jsonl", 6000)
+        write_tokenizer(Path(name) / "tokenizer")
+        for _ in range(passes):
+            runs.append(measured("steps", Path(name), steps))
+    figures: dict[str, Json] = {"steps": steps, "passes": passes, "foreign_cores": [run["foreign_cores"] for run in runs]}
+    for kind in ("stream", "memory"):
+        figures[f"{kind}_step_s"] = round(statistics.median(value for run in runs for value in run[kind]["wall"]), 4)
+    waited, spent = (sum(sum(run["stream"][key]) for run in runs) for key in ("data", "wall"))
+    for key in ("wall", "cpu"):
+        ratio = paired_ratio(*([run[kind][key] for run in runs] for kind in ("stream", "memory")))
+        figures[f"stream_over_memory_{key}"] = ratio.rounded()
+    return {**figures, "stream_wait": round(waited / spent, 6), "bar": WAIT_BAR, "step_bar": STEP_BAR}
 
 
 def main() -> int:

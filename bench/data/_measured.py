@@ -6,7 +6,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 __all__ = ["main"]
@@ -18,7 +18,14 @@ def main() -> int:
     """Measure one thing. torch is loaded before, and only here, so that processes which tokenise do not load it."""
     what, folder, number = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread, in every process
-    found = {"beside_encode": _beside_encode, "load": _load, "stream": _stream, "memory": _memory}[what](folder, number)
+    measure: Mapping[str, Callable[[Path, int], Mapping[str, object]]] = {
+        "beside_encode": _beside_encode,
+        "load": _load,
+        "stream": _stream,
+        "memory": _memory,
+        "steps": _steps,
+    }
+    found = measure[what](folder, number)
     sys.stdout.write(json.dumps(found) + "\n")
     return 0
 
@@ -106,6 +113,13 @@ def _memory(folder: Path, num_rows: int) -> dict[str, float]:
             peak_mb = max(peak_mb, now_mb)
     batches.close()
     return {"rows": read, "early_mb": early_mb, "peak_mb": peak_mb, "growth_mb": peak_mb - early_mb}
+
+
+def _steps(folder: Path, count: int) -> Mapping[str, object]:
+    """Steps with a stream beside the same ones from memory."""
+    from bench.data._steps import measured_steps
+
+    return measured_steps(folder, count)
 
 
 def _resident_mb() -> float:

@@ -8,8 +8,8 @@ and predicts a model does so for it. `merge` and `unmerge` add adapters to the w
 from mpar.adapters._folder import AdapterReader, read_lora, read_peft, write_peft
 from mpar.adapters._lora import LoRA
 from mpar.adapters._low_rank import Factor, LowRank
-from mpar.adapters._merge import base_params, can_merge, merge, merged_leaf, unmerge
-from mpar.adapters._model import AdaptedModel, add, first_params
+from mpar.adapters._merge import can_merge, merge, merged_leaf, unmerge
+from mpar.adapters._model import AdaptedModel, add, base_params, first_params
 from mpar.adapters._targets import Adapted, adapted_matrices
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,15 +14,15 @@ from mpar import tree
 from mpar.adapters._first import first_leaf
 from mpar.adapters._leaves import ADAPTERS, AdapterLeaf, adapter_leaves, letters_of, nested
 from mpar.adapters._lora import LoRA
-from mpar.adapters._segment import AdaptedSegment, Place, Use, letters_of_use
+from mpar.adapters._segment import AdaptedSegment, Place, Use, letters_of_use, low_rank
 from mpar.adapters._start import start_leaf
 from mpar.adapters._targets import Adapted, adapted_matrices, saved_leaves
 from mpar.chain import Axes, Segment, is_axes
 from mpar.errors import ConfigError, UnknownNameError
-from mpar.models import DRAW, DRAW_AXES, Matrix, Read, Trainable, WrappedModel, segment_numbers
+from mpar.models import DRAW, DRAW_AXES, Matrix, Multiplications, Read, Trainable, WrappedModel, segment_numbers
 from mpar.tree import Tree
 
-__all__ = ["AdaptedModel", "add", "first_params", "with_adapters"]
+__all__ = ["AdaptedModel", "add", "base_params", "first_params", "with_adapters"]
 
 
 def add(model: Trainable, lora: LoRA, name: str = "default") -> "AdaptedModel":
@@ -116,6 +117,22 @@ class AdaptedModel(WrappedModel):
         """The segments of `base` with adapted weights."""
         return tuple(self._segment(segment) for segment in self.base.segments)
 
+    def over(self, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        """The segments with adapted weights."""
+        return tuple(self._segment(segment) for segment in self.base.over(segments))
+
+    def plain_params(self, params: Tree) -> Tree:
+        """The parameters of `plain`, in which objects stand for adapted weights. Raises ConfigError as `check_untied`."""
+        self.check_untied()
+        made, loras = base_params(self, params), dict(self.adapters)
+        for name in self.active:
+            for adapted in self.adapted[name]:
+                for leaf in adapted.matrix.leaves:
+                    weight = tree.get(made, leaf.path)
+                    low = low_rank(weight, name, adapted, leaf, lambda path: tree.get(params, path), dora=loras[name].dora)
+                    made = tree.replace(made, leaf.path, low)
+        return self.base.plain_params(made)
+
     def _segment(self, segment: Segment) -> Segment:
         paths = list(segment.paths)
         uses: list[Use] = []
@@ -180,15 +197,30 @@ class AdaptedModel(WrappedModel):
         }
 
     @property
-    def multiplications(self) -> tuple[float, float]:
-        """Those of `base`, and of its tokens with A and B."""
-        weights, pairs = self.base.multiplications
-        return weights + sum(torch.Size(leaf.shape).numel() for leaf in self.leaves.values() if len(leaf.shape) > 1), pairs
+    def multiplications(self) -> Multiplications:
+        """Those of `base`, and of its tokens with A and B of active adapters, for as many experts as those of `base`."""
+        found, shapes = self.base.multiplications, dict(tree.leaves_with_path(self.base.abstract_params))
+        made = {
+            path: math.prod(leaf.shape) * found.weights.get(leaf.leaf.path, 0.0) / shapes[leaf.leaf.path].numel()
+            for path, leaf in self.leaves.items()
+            if len(leaf.shape) > 1 and path.split(".")[1] in self.active
+        }
+        return Multiplications({**found.weights, **made}, found.pairs)
 
-    def without_multi_token(self) -> Trainable:
-        """The same model without the layer that learns further tokens."""
-        base = self.base.without_multi_token()
-        return self if base is self.base else replace(self, base=base)
+    @property
+    def tied(self) -> tuple[str, ...]:
+        """The names of the matrices with an active adapter that are one of two tied ones, both of which a sum would change."""
+        matrices = (adapted.matrix for name in self.active for adapted in self.adapted[name])
+        return tuple(matrix.name for matrix in matrices if matrix.segments is not None)
+
+    def check_untied(self) -> None:
+        """Raise ConfigError if an adapter cannot be added to the weights."""
+        if self.tied:
+            raise ConfigError(
+                f"cannot merge the adapter of {', '.join(self.tied)}: embedding and head of this {self.name} model are one "
+                "tensor, and only one of them has the adapter.\n"
+                "Keep the adapter as a folder of its own, or leave this module out of targets."
+            )
 
     def first_leaf(self, seed: int, path: str, slices: Sequence[slice] | None, read: Read) -> Tensor:
         """The elements within `slices` (None: all) of a leaf before training, where `read` gives leaves of `plain`."""
@@ -209,6 +241,12 @@ class AdaptedModel(WrappedModel):
         lora = dict(self.adapters)[path.split(".")[1]]
         leaf = tree.get(self.abstract_params, path)
         return start_leaf(lora, self.leaves[path], leaf.dtype, seed, slices)
+
+
+def base_params(model: AdaptedModel, params: Tree) -> Tree:
+    """The parameters of `model.base` in those of `model`, without any adapter."""
+    like = model.base.abstract_params
+    return tree.unflatten(tree.flatten(like)[1], [tree.get(params, path) for path in tree.paths(like)])
 
 
 def first_params(model: AdaptedModel, base: Tree, seed: int) -> Tree:

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from mpar import ops, tree
+from mpar.adapters._leaves import ADAPTERS, letters_of
 from mpar.adapters._low_rank import RANK, Drop, Factor, LowRank
+from mpar.adapters._targets import Adapted
 from mpar.errors import ConfigError
-from mpar.models import drop
+from mpar.models import DRAW, MatrixLeaf, drop
 from mpar.ops import StandIn
 
-__all__ = ["AdaptedSegment", "Place", "Use"]
+__all__ = ["AdaptedSegment", "Place", "Use", "letters_of_use", "low_rank", "norm"]
 
 Place = tuple[int, str]
 """Where a leaf is among the parameters of a segment: the index of a subtree, and the path in it."""
@@ -55,7 +57,8 @@ class Use:
 class AdaptedSegment:
     """`fn` with adapted weights. The first `count` of its parameters are those of `fn`, the others have the adapters.
 
-    Its other methods, such as `logits` of a head, are those of `fn`, which are given the parameters first, too.
+    Its other methods, such as `token_losses` of a head, are those of `fn`, which are given the parameters first, too. What A reads
+    is dropped in them if the context has what dropout reads.
     """
 
     fn: Callable[..., Any]
@@ -73,7 +76,8 @@ class AdaptedSegment:
         return partial(self._method, value) if callable(value) else value
 
     def _method(self, method: Callable[..., Any], params: tuple, *args: Any, **kwargs: Any) -> Any:
-        return method(self.adapted(params, None), *args, **kwargs)
+        drawn = next((x for x in args if isinstance(x, Mapping) and DRAW in x), None)  # a context of training, where tokens drop
+        return method(self.adapted(params, drawn), *args, **kwargs)
 
     def adapted(self, params: tuple, context: Mapping[str, Tensor] | None) -> tuple:
         """The parameters of `fn`, in which objects stand for the adapted weights; `context` is that of dropout."""
@@ -94,6 +98,22 @@ def norm(low: LowRank, letters: str) -> Tensor:
     plain = LowRank(base.detach(), low.letters, a, b, low.scale)
     wide = plain.tensor().to(torch.promote_types(base.dtype, torch.float32))
     return ops.einsum(f"{low.letters},{low.letters}->{letters}", wide, wide).sqrt()
+
+
+def low_rank(
+    weight: Tensor | StandIn, name: str, adapted: Adapted, leaf: MatrixLeaf, read: Callable[[str], Tensor], *, dora: bool
+) -> LowRank:
+    """What stands for a weight with the adapter `name`; `read` gives leaves of adapters by path."""
+    first = adapted.matrix.leaves[0]
+    expert = () if leaf.expert is None else (leaf.expert,)
+    of_weight, of_a, of_b, of_gain = letters_of_use(letters_of(leaf), expert, leaf.letters("given"), leaf.letters("result"))
+    a = read(f"{ADAPTERS}.{name}.{first.home}.a").to(weight.dtype)
+    b = read(f"{ADAPTERS}.{name}.{leaf.home}.b").to(weight.dtype)
+    low = LowRank(weight, of_weight, Factor(a, of_a), Factor(b, of_b), adapted.scale)
+    if not dora:
+        return low
+    magnitude = read(f"{ADAPTERS}.{name}.{leaf.home}.magnitude").to(weight.dtype)
+    return LowRank(weight, of_weight, low.a, low.b, adapted.scale, Factor(magnitude / norm(low, of_gain), of_gain))
 
 
 def letters_of_use(

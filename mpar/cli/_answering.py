@@ -137,10 +137,10 @@ class _Watch(threading.Thread):
 
 def load(config: AnswerKeys, folder: Path) -> tuple["Model", "Assistant"]:
     """The model and an assistant in this process, which is one of the ranks of `config`."""
-    train, export = later("mpar.train"), later("mpar.train.export")
+    train, answers = later("mpar.train"), later("mpar.train.answers")
     mesh, strategy = train.make_mesh(config.mesh), train.make_strategy(config.strategy, config.mesh)
     dtype = getattr(later("torch"), config.dtype)
-    return export.load_assistant(
+    return answers.load_assistant(
         folder,
         model_of_run(folder.parent),
         rows=config.rows,

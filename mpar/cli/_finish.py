@@ -11,8 +11,9 @@ from mpar.cli._finished import note_finished
 from mpar.cli._screen import encode_everything, say
 from mpar.errors import CheckpointError
 from mpar.train import TrainConfig, make_mesh, make_tokenizer, num_threads, read_job, read_metrics
-from mpar.train.curve import draw_experts, draw_loss
-from mpar.train.export import answer, export_adapter, export_hf, exportable
+from mpar.train.answers import answer
+from mpar.train.curve import draw_experts, draw_loss, draw_numbers
+from mpar.train.export import export_adapter, export_hf, exportable
 
 __all__ = ["finish", "main"]
 
@@ -33,6 +34,9 @@ def finish(config: TrainConfig) -> None:
     lines, pictures = [], {}
     if records:
         pictures["loss curve"] = draw_loss(records, run_dir / "loss.png", f"{config.model.name}, {config.strategy.name}")
+        numbers = draw_numbers(records, run_dir / "numbers.png", f"{config.model.name}, {config.strategy.name}")
+        if numbers is not None:
+            pictures["other numbers"] = numbers
         first, last = records[0], records[-1]
         lines.append(f"loss {first['loss']:.4f} at step {first['step']}, {last['loss']:.4f} at step {last['step']}")
         experts = draw_experts(records, run_dir / "experts.png", f"{config.model.name}, {config.strategy.name}")

@@ -66,7 +66,7 @@ def _plan(setup: RunSetup, user_dir: Path | None) -> None:
         _overview(setup, program),
         *_shortened([_narrow(line) for line in lines], config.plan.lines),
         _render(_communication(program, config.plan.rank)),
-        _render(_times(setup.model, program, list(profiles.values()))),
+        _render(_times(setup.counted, program, list(profiles.values()))),
     ]
     say("\n".join(sections))
     if config.plan.out is not None:

@@ -64,7 +64,6 @@ def main(args: Sequence[str]) -> int:
         _listen(config.host, config.port) as listener,
         answering(config, folder, lambda text: [tell(text) for tell in lost]) as (model, assistant),
     ):
-        assistant.engine.runner.prepare()
         sampling = chosen_sampling(model, folder, later("mpar.infer").Sampling(), {"temperature": config.temperature})
         worker = serve.Worker(assistant, config.max_waiting)
         lost.append(worker.fail)

@@ -34,6 +34,7 @@ from mpar.train import (
     Progress,
     Rank,
     Reference,
+    RolloutPrograms,
     Saving,
     StepRecord,
     Stop,
@@ -128,7 +129,7 @@ def work(job: Job, folder: Path, watch: Watch, deadline: float | None) -> int:
         if job.reference is not None:
             resumes = job.resume is not None
             data = with_reference(Reference(setup, job.reference, rank, device, watch, agree, job.init, resumes), data)
-        draw_rollouts(setup, program, data, rank, _gather, device)
+        draw_rollouts(setup, program, data, rank, _gather, device, RolloutPrograms(job.measure, job.scorers))
         evaluation = _evaluation(job, data.evaluation, device, watch)
         this = Rank(setup, program, data.training, rank, device, run, watch, saving, stop, agree, data.items, evaluation)
         state, position = start(this, job.resume, job.init)

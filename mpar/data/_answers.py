@@ -12,7 +12,7 @@ from mpar.errors import DataError, brief
 
 __all__ = ["Answers", "check_columns", "with_mismatched"]
 
-_FILLS = {"answers": -1, "indices": -1, "ends": -1, "signs": -1}
+_FILLS = {"answers": -1, "indices": -1, "ends": -1, "signs": -1, "step_labels": -1}
 _FROM_ROWS = ("beta", "margin")
 MISMATCHED = 2
 
@@ -22,8 +22,8 @@ class Answers:
     """The entries that batches have besides those of fine-tuning.
 
     count:      how many answers a row may hold, which is the length of all columns.
-    keys:       which entries there are. (B, S): `answers`, `indices`, `ends`. (B, count): `signs`, `beta`, `margin`,
-                `reference_logps`. See `mpar.tasks.Task`.
+    keys:       which entries there are. (B, S): `answers`, `indices`, `ends`, `step_labels`. (B, count): `signs`, `beta`,
+                `margin`, `reference_logps`. See `mpar.tasks.Task`.
     prompts:    labels are given at all positions, not only where they count for an answer.
     scored:     documents have a position for their last token, too, at which it is scored.
     mismatched: behind each document there is one with the same question and the answer to another one, of sign 2.
@@ -39,7 +39,7 @@ class Answers:
         """The entries of rows without answers."""
         found: dict[str, NDArray[np.generic]] = {}
         for key in self.keys:
-            length = seq_len if key in ("answers", "indices", "ends") else self.count
+            length = seq_len if key in ("answers", "indices", "ends", "step_labels") else self.count
             dtype = np.int64 if key in _FILLS else np.float32
             found[key] = np.full((num_rows, length), _FILLS.get(key, 0), dtype=dtype)
         return found
@@ -58,6 +58,10 @@ class Answers:
             arrays["indices"][place] = np.where(trained, np.cumsum(trained) - 1, -1)
         if "ends" in arrays:
             arrays["ends"][place.stop - 1] = number
+        if "step_labels" in arrays:
+            places = np.flatnonzero(documents.trained[start - 1 : shifted.stop - 1])
+            labels = np.array(columns["labels"], dtype=np.int64)  # a document that was cut at its end has fewer steps
+            arrays["step_labels"][place.start + places] = labels[: len(places)]
         if "signs" in arrays:
             arrays["signs"][number] = self._sign(document, columns)
         if "reference_logps" in arrays and documents.reference_logps is not None:

@@ -14,7 +14,7 @@ from mpar.errors import ConfigError
 __all__ = ["DataConfig", "check_config"]
 
 _CHOICES = {
-    "kind": ("sft", "pt", "preference", "kto", "prompt"),
+    "kind": ("sft", "pt", "preference", "kto", "prm", "prompt"),
     "truncation": ("drop", "left", "right", "split", "error"),
     "stop": ("first", "all"),
 }
@@ -48,8 +48,8 @@ class DataConfig:
     model_name, model_author: replace {{NAME}} and {{AUTHOR}}. Of a pair (Chinese, English), Chinese rows get the first.
     cache_dir: folder that keeps tokenised documents. Its entries are keyed by the files' content and by all that documents
         depend on.
-    workers: processes that tokenise; with one or none, this one does, on all cores. Of a stream: processes beside this one, or
-        none.
+    workers: processes that tokenise, of which this is one; with one or none, it does alone, on all cores. Of a stream: processes
+        beside this one, or none.
     stream: rows are read as they are needed, over and over, in blocks of `shuffle_rows` rows. Documents are packed and shuffled
         within a block, and a few blocks are in memory.
     strict: a malformed row is an error.
@@ -109,6 +109,8 @@ def check_config(config: DataConfig, tokenizer: Tokenizer) -> None:
         faults += preprocess_plug_in(config.preprocess).problems()
     if config.kind in ("preference", "kto", "prm") and config.truncation == "split":
         faults.append(f"truncation=split would divide the answers of kind={config.kind!r}, which are judged as they are")
+    if config.kind == "prm" and config.truncation == "left":
+        faults.append("truncation=left would take the question away from steps of kind='prm': use drop, right or error")
     if config.kind != "pt" and tokenizer.template is None:
         faults.append(f"kind={config.kind!r} needs a tokenizer with a chat template; put a chat_template.jinja into its folder")
     indexed = any(map(is_indexed, config.sources))

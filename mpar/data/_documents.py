@@ -194,8 +194,10 @@ class Documents:
     @cached_property
     def num_trained(self) -> int:
         """Positions of documents whose next token is trained on."""
-        sums = np.concatenate([[0], np.cumsum(self.trained != 0)])
-        return int((sums[self.starts + self.lengths + 1] - sums[self.starts + 1]).sum())
+        begins = np.sort(self.starts) + 1
+        ends = begins + self.lengths[np.argsort(self.starts, kind="stable")]
+        marks = np.append(self.trained != 0, False).view(np.uint8)  # one more, because reduceat wants every end inside
+        return int(np.add.reduceat(marks, np.stack([begins, ends], 1).reshape(-1), dtype=np.int64)[::2].sum())
 
     def take(self, documents: NDArray[np.int64]) -> "Documents":
         """These documents in this order, one that occurs twice, twice. The arrays of tokens are shared, not copied."""

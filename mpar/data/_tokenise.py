@@ -84,9 +84,11 @@ def tokenise(given: Tokenise, rows: Sequence[SourcedRow]) -> Iterable[RowTokens]
     usable = [row for _, row in rows if isinstance(row, Row)]
     if not usable:
         return []
-    of_kind: Callable[[Sequence[Row], DataConfig, Tokenizer], _Outcome] = {"pt": _texts, "prompt": _prompts}.get(
-        config.kind, _conversations
-    )
+    of_kind: Callable[[Sequence[Row], DataConfig, Tokenizer], _Outcome] = {
+        "pt": _texts,
+        "prompt": _prompts,
+        "prm": _stepwise,
+    }.get(config.kind, _conversations)
     return ChunkTokens.of(list(of_kind(usable, config, tokenizer)))
 
 
@@ -142,6 +144,25 @@ def _prompts(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer) -> _
         elif not made.too_long:
             made.documents = [(0, len(ids))]
         yield made
+
+
+def _stepwise(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer) -> _Outcome:
+    """Each question, rendered up to where its answer begins, and the steps, each ended by a line break, as one document with a
+    mark on the last token of each step. Steps are tokenised by themselves, so that each ends with a token of its own."""
+    for row in rows:
+        try:
+            text = tokenizer.render_chat(_prepare(row.messages, config), add_generation_prompt=True, tools=row.tools)
+        except RenderError as error:
+            yield RowTokens(np.zeros(0, np.int32), np.zeros(0, bool), fault=str(error))
+            continue
+        steps = row.columns["completions"]
+        assert isinstance(steps, list)
+        parts = [list(tokenizer.encode(text)), *(list(tokenizer.encode(f"{step}\n")) for step in steps)]
+        ends = np.cumsum([len(part) for part in parts])
+        marks = np.zeros(int(ends[-1]), bool)
+        marks[ends[1:] - 1] = True
+        made = _marked([token for part in parts for token in part], marks.tolist(), config)
+        yield _conversation(row, made, config.seq_len, config)
 
 
 def _joined(made: Sequence[RowTokens]) -> RowTokens:

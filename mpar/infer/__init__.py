@@ -4,7 +4,6 @@ from mpar.infer._assistant import Answer, Assistant
 from mpar.infer._choose import Chosen, History, choose
 from mpar.infer._defaults import end_ids, with_defaults
 from mpar.infer._engine import Engine, Runner
-from mpar.infer._generate import generate
 from mpar.infer._losses import SetLoss, loss_of
 from mpar.infer._pages import SPARE_PAGE, PagePool
 from mpar.infer._request import Finish, Request
@@ -40,7 +39,6 @@ __all__ = [
     "choose",
     "continuation_logprob",
     "end_ids",
-    "generate",
     "loss_of",
     "num_overlapping",
     "read_task",

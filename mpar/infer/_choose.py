@@ -1,4 +1,4 @@
-"""Choose: the next token of every row from its logits. A row is treated alone, so its token does not depend on other rows."""
+"""Choose: the next tokens of many rows from their logits, in one pass. No row's token depends on other rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from mpar import ops
+from mpar.infer._draw import draw
 from mpar.infer._sampling import Sampling
 
-__all__ = ["Chosen", "History", "choose", "with_logprobs"]
+__all__ = ["Chosen", "History", "choose"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class History:
     banned: Sequence[int] = ()
     allowed_V: Tensor | None = None
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """The key of the noise with which the next token is drawn."""
+        return ops.fold_key(self.sampling.seed, "sample", self.choice, len(self.prompt) + len(self.answer))
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -43,76 +49,80 @@ class Chosen:
 
 def choose(logits_RV: Tensor, rows: Sequence[History]) -> list[Chosen]:
     """The next token of each of `rows` from its row of `logits_RV`. Among equally likely tokens, the smallest id is taken."""
-    plain = [_is_plain(row) for row in rows]
-    likeliest = logits_RV.argmax(-1).tolist() if any(plain) else []
-    chosen = []
-    for index, row in enumerate(rows):
-        logits_V = logits_RV[index].to(torch.float32)
-        token = likeliest[index] if plain[index] else _draw(_changed(logits_V, row), row)
-        chosen.append(with_logprobs(token, logits_V, row.sampling.num_alternatives))
+    logits_RV = logits_RV.to(torch.float32)
+    changed_RV = _changed(logits_RV, rows)
+    drawn = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
+    if len(drawn) == len(rows):
+        tokens_R = _drawn(changed_RV, rows)
+    else:
+        tokens_R = changed_RV.argmax(-1)
+        if drawn:
+            tokens_R[drawn] = _drawn(changed_RV[drawn], [rows[index] for index in drawn])
+    chosen = [Chosen(token) for token in tokens_R.tolist()]
+    asked = [index for index, row in enumerate(rows) if row.sampling.num_alternatives is not None]
+    if asked:
+        counts = [rows[index].sampling.num_alternatives or 0 for index in asked]
+        for index, with_logprobs in zip(asked, _with_logprobs(logits_RV[asked], tokens_R[asked], counts), strict=True):
+            chosen[index] = with_logprobs
     return chosen
 
 
-def _is_plain(row: History) -> bool:
-    changes = row.sampling.counts_tokens or row.sampling.bias or row.banned or row.allowed_V is not None
-    return row.sampling.is_greedy and not changes
+def _drawn(logits_RV: Tensor, rows: Sequence[History]) -> Tensor:
+    return draw(logits_RV, [row.sampling for row in rows], [row.key for row in rows])
 
 
-def _changed(logits_V: Tensor, row: History) -> Tensor:
+def _changed(logits_RV: Tensor, rows: Sequence[History]) -> Tensor:
     """The logits after the bias and the penalties, without tokens that must not come next."""
-    sampling, logits_V = row.sampling, logits_V.clone()
-    for token, bias in sampling.bias.items():
-        logits_V[token] += bias
-    if sampling.repetition_penalty != 1:
-        seen = torch.tensor(sorted({*row.prompt, *row.answer}), device=logits_V.device)
-        old = logits_V[seen]
-        logits_V[seen] = torch.where(old < 0, old * sampling.repetition_penalty, old / sampling.repetition_penalty)
-    if row.answer and (sampling.presence_penalty or sampling.frequency_penalty):
-        answered, counts = torch.tensor(row.answer, device=logits_V.device).unique(return_counts=True)
-        logits_V[answered] -= sampling.presence_penalty + sampling.frequency_penalty * counts
-    if row.banned:
-        logits_V[torch.tensor(row.banned, device=logits_V.device)] = -torch.inf
-    if row.allowed_V is not None:
-        logits_V[~row.allowed_V.to(logits_V.device)] = -torch.inf
-    return logits_V
+    biased = [(index, row.sampling.bias) for index, row in enumerate(rows) if row.sampling.bias]
+    repeated = [index for index, row in enumerate(rows) if row.sampling.repetition_penalty != 1]
+    counted = [index for index, row in enumerate(rows) if row.sampling.counts_answer and row.answer]
+    banned = [index for index, row in enumerate(rows) if row.banned]
+    masked = [(index, row.allowed_V) for index, row in enumerate(rows) if row.allowed_V is not None]
+    if not (biased or repeated or counted or banned or masked):
+        return logits_RV
+    logits_RV = logits_RV.clone()
+    for index, bias in biased:
+        logits_RV[index, list(bias)] += torch.tensor(list(bias.values()), device=logits_RV.device)
+    if repeated:
+        place = _places(repeated, [[*rows[index].prompt, *rows[index].answer] for index in repeated], logits_RV)
+        old, penalty = logits_RV[place], _values([row.sampling.repetition_penalty for row in rows], place[0])
+        logits_RV[place] = torch.where(old < 0, old * penalty, old / penalty)
+    if counted:
+        place_2N, counts_N = torch.stack(_places(counted, [rows[index].answer for index in counted], logits_RV)).unique(
+            dim=1, return_counts=True
+        )
+        presence = _values([row.sampling.presence_penalty for row in rows], place_2N[0])
+        frequency = _values([row.sampling.frequency_penalty for row in rows], place_2N[0])
+        logits_RV[place_2N.unbind()] -= presence + frequency * counts_N
+    if banned:
+        logits_RV[_places(banned, [rows[index].banned for index in banned], logits_RV)] = -torch.inf
+    for index, allowed_V in masked:
+        logits_RV[index, ~allowed_V.to(logits_RV.device)] = -torch.inf
+    return logits_RV
 
 
-def _draw(logits_V: Tensor, row: History) -> int:
-    """The likeliest token, or one drawn from softmax(logits / temperature) among those that are not cut off."""
-    sampling = row.sampling
-    if sampling.is_greedy:
-        return int(logits_V.argmax())
-    ids, scores = _candidates(logits_V / sampling.temperature, sampling)
-    key = ops.fold_key(sampling.seed, "sample", row.choice, len(row.prompt) + len(row.answer))
-    uniform = ops.random_uniform(key, tuple(logits_V.shape)).to(logits_V.device)[ids]
-    return int(ids[(scores - (-uniform.log()).log()).argmax()])  # Gumbel noise: the largest is a draw from the softmax
+def _places(indices: Sequence[int], tokens: Sequence[Sequence[int]], logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """`(rows, ids)` of all tokens: `tokens` has a list for each row of `indices`."""
+    counts = torch.tensor([len(ids) for ids in tokens])
+    rows_N = torch.tensor(indices).repeat_interleave(counts)
+    ids_N = torch.tensor([token for ids in tokens for token in ids])
+    return rows_N.to(logits_RV.device), ids_N.to(logits_RV.device)
 
 
-def _candidates(scores_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """The ids, ascending, and the scores of the tokens that top_k, top_p and min_p, in this order, leave."""
-    ids = torch.arange(scores_V.shape[0], device=scores_V.device)
-    scores = scores_V
-    if 0 < sampling.top_k < scores.shape[0]:
-        keep = scores >= scores.topk(sampling.top_k).values[-1]
-        ids, scores = ids[keep], scores[keep]
-    if sampling.top_p < 1:
-        ordered, order = scores.sort()
-        cut_off = ordered.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        cut_off[-1] = False
-        keep = torch.ones_like(cut_off).scatter(0, order, ~cut_off)
-        ids, scores = ids[keep], scores[keep]
-    if sampling.min_p > 0:
-        probabilities = scores.softmax(-1)
-        keep = probabilities >= sampling.min_p * probabilities.max()
-        ids, scores = ids[keep], scores[keep]
-    return ids, scores
+def _values(by_row: Sequence[float], rows_N: Tensor) -> Tensor:
+    return torch.tensor(by_row, device=rows_N.device)[rows_N]
 
 
-def with_logprobs(token: int, logits_V: Tensor, num_alternatives: int | None) -> Chosen:
-    """The token with its log-probability and those of the likeliest tokens, unless `num_alternatives` is None."""
-    if num_alternatives is None:
-        return Chosen(token)
-    logprobs_V = logits_V.log_softmax(-1)
-    values, ids = logprobs_V.sort(descending=True, stable=True) if num_alternatives else (logprobs_V[:0], logprobs_V[:0])
-    likeliest = zip(ids[:num_alternatives].tolist(), values[:num_alternatives].tolist(), strict=True)
-    return Chosen(token, float(logprobs_V[token]), tuple((int(i), value) for i, value in likeliest))
+def _with_logprobs(logits_RV: Tensor, tokens_R: Tensor, counts: Sequence[int]) -> list[Chosen]:
+    """The tokens with their log-probabilities, and those of so many of the likeliest tokens of each row."""
+    logprobs_RV = logits_RV.log_softmax(-1)
+    tokens, logprobs = tokens_R.tolist(), logprobs_RV.gather(1, tokens_R[:, None])[:, 0].tolist()
+    likeliest: list[list[tuple[int, float]]] = [[] for _ in tokens]
+    largest = min(max(counts), logprobs_RV.shape[-1])
+    if largest:
+        least_R1 = logprobs_RV.topk(largest).values[:, -1:]
+        row_N, id_N = (logprobs_RV >= least_R1).nonzero().unbind(1)  # more than `largest` where some are equally likely
+        for row, token, value in zip(row_N.tolist(), id_N.tolist(), logprobs_RV[row_N, id_N].tolist(), strict=True):
+            likeliest[row].append((token, value))
+    alternatives = [sorted(pairs, key=lambda pair: -pair[1])[:count] for pairs, count in zip(likeliest, counts, strict=True)]
+    return [Chosen(*each) for each in zip(tokens, logprobs, map(tuple, alternatives), strict=True)]

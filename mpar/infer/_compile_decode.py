@@ -1,10 +1,12 @@
 """Compile decode: the program of one step of inference, which reads prompts and new tokens alike."""
 
+from dataclasses import replace
+
 from mpar.errors import ConfigError
 from mpar.hardware import Hardware
 from mpar.kernels import Kernels
 from mpar.mesh import Mesh
-from mpar.models import CacheSizes, Model, with_cache
+from mpar.models import CacheSizes, Trainable, with_cache
 from mpar.precision import Precision
 from mpar.precision import precision as make_precision
 from mpar.program import Program
@@ -15,7 +17,7 @@ __all__ = ["compile_decode"]
 
 
 def compile_decode(
-    model: Model,
+    model: Trainable,
     mesh: Mesh,
     strategy: Strategy | str,
     sizes: CacheSizes,
@@ -39,5 +41,6 @@ def compile_decode(
             f"cannot divide a cache of {sizes.num_pages} pages among {ranks} ranks on {mesh}: each has the same number of whole "
             f"pages.\nUse {-(-sizes.num_pages // ranks) * ranks} pages."
         )
-    chain = with_cache(model, sizes, precision.compute_dtype("layers.0.attention.k_DKH", model.dtype))
+    chain = with_cache(model, sizes)
+    chain = replace(chain, dtype=precision.compute_dtype("layers.0.attention.k_DKH", chain.dtype))
     return compile_forward(chain, mesh, strategy, chain.batch_shape, precision=precision, hardware=hardware, kernels=kernels)

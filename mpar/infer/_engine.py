@@ -37,8 +37,8 @@ class Runner(Protocol):
         """The scores of texts of at least two tokens each, computed as wholes, without the cache. Raises ConfigError for one that
         is longer than rows may be."""
 
-    def prepare(self) -> None:
-        """Do now what the first steps would otherwise have to wait for."""
+    def prepare_next(self) -> bool:
+        """Do now a part of what the first steps would otherwise have to wait for; returns whether there is more to do."""
 
     def load(self, params: Mapping[str, Tensor]) -> None:
         """Compute with other parameters from now on: tensors by path, which are read as they are, not copied.
@@ -94,7 +94,10 @@ class Engine:
         self.num_steps += 1
         self.scheduler.finish_turns(turns)
         grown = [turn.request for turn in turns if turn.chooses and turn.request.finish is None]
-        logits = logits_RV[[request.row for request in grown]]
+        if not grown:
+            return []
+        rows = [request.row for request in grown]
+        logits = logits_RV if rows == list(range(len(logits_RV))) else logits_RV[rows]
         for request, chosen in zip(grown, choose(logits, [self._history(request) for request in grown]), strict=True):
             request.append(chosen)
             self._end(request)

@@ -1,37 +1,44 @@
-"""Plain generation: for each new token the model reads all tokens again, or, if it can decode, only the new one and a state."""
+"""Generate: continues prompts of one length by an engine, and gives the tokens as one tensor."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from mpar import ops
 from mpar.errors import ConfigError, DataError
-from mpar.models import DecoderParams, Model
+from mpar.infer._engine import Engine, Runner
+from mpar.infer._sampling import Sampling
+from mpar.infer._scheduler import Sizes
+from mpar.models import Model
 
-__all__ = ["generate"]
+__all__ = ["continued"]
+
+_PAGE_SIZE = 16
+_MOST_ROWS, _STEP_TOKENS = 64, 2048
 
 
-def generate(
-    model: Model,
-    params: DecoderParams,
-    tokens_BS: Tensor,
-    max_new_tokens: int,
-    *,
-    temperature: float = 0.0,
-    seed: int = 0,
-    eos_ids: Sequence[int] = (),
+def continued(
+    model: Model, make_runner: Callable[[Sizes], Runner], tokens_BS: Tensor, sampling: Sampling, eos_ids: Sequence[int]
 ) -> Tensor:
-    """The prompts `tokens_BS`, all of one length, each followed by up to `max_new_tokens` new ids: (B, S + new).
+    """The prompts and their answers, with the runner that is made for the sizes they need; see `mpar.generate`."""
+    assert sampling.max_tokens is not None
+    _check(model, tokens_BS, sampling.max_tokens)
+    if not len(tokens_BS):
+        return tokens_BS
+    rows, length = min(len(tokens_BS), _MOST_ROWS), tokens_BS.shape[1] + sampling.max_tokens
+    pages = 1 + rows * -(-length // _PAGE_SIZE)
+    step_tokens = max(rows, min(tokens_BS.numel(), _STEP_TOKENS))
+    runner = make_runner(Sizes(rows=rows, tokens=step_tokens, pages=pages, page_size=_PAGE_SIZE, length=length))
+    engine = Engine(runner, eos_ids=eos_ids)
+    requests = [engine.add(prompt, sampling, choice) for choice, prompt in enumerate(tokens_BS.tolist())]
+    for _ in engine.run():
+        pass
+    longest = max(len(request.answer) for request in requests)
+    rows_of_ids = [[*request.answer, *request.answer[-1:] * (longest - len(request.answer))] for request in requests]
+    return torch.cat([tokens_BS, torch.tensor(rows_of_ids, dtype=tokens_BS.dtype, device=tokens_BS.device)], dim=1)
 
-    At temperature 0 the most likely token is taken; otherwise one is drawn from softmax(logits / temperature). Draws depend only
-    on `seed`, the row, and the number of the new token. After a row has got one of `eos_ids`, it is filled with this id, and
-    generation stops when this holds of every row. Raises ConfigError or DataError for arguments that cannot be used.
-    """
-    if max_new_tokens < 0 or not temperature >= 0:
-        raise ConfigError(
-            f"cannot generate with max_new_tokens={max_new_tokens}, temperature={temperature}: neither may be negative"
-        )
+
+def _check(model: Model, tokens_BS: Tensor, max_new_tokens: int) -> None:
     if tokens_BS.ndim != 2 or not tokens_BS.shape[1] or tokens_BS.is_floating_point():
         raise DataError(
             f"cannot generate from tokens {tuple(tokens_BS.shape)} of {tokens_BS.dtype}: need integers (B, S) with S > 0"
@@ -39,34 +46,8 @@ def generate(
     outside = tokens_BS[(tokens_BS < 0) | (tokens_BS >= model.vocab_size)].unique().tolist()
     if outside:
         raise DataError(f"cannot generate: the prompt has ids {outside[:8]}, the vocabulary {model.vocab_size} tokens")
-    if model.max_positions is not None and tokens_BS.shape[1] + max_new_tokens - 1 > model.max_positions:
+    if model.max_positions is not None and tokens_BS.shape[1] + max_new_tokens > model.max_positions:
         raise ConfigError(
             f"cannot generate {max_new_tokens} tokens after {tokens_BS.shape[1]}: this model has learned only "
             f"{model.max_positions} positions"
         )
-    done_B = torch.zeros(tokens_BS.shape[0], dtype=torch.bool, device=tokens_BS.device)
-    eos = torch.tensor(list(eos_ids), dtype=tokens_BS.dtype, device=tokens_BS.device)
-    state, decodes, unread_BS = None, model.can_decode, tokens_BS
-    with torch.no_grad():
-        for index in range(max_new_tokens):
-            if decodes:
-                logits_BSV, state = model.decode(params, unread_BS, state)
-            else:
-                logits_BSV = model.apply(params, tokens_BS)
-            logits_BV = logits_BSV[:, -1]
-            chosen_B = _choose(logits_BV, temperature, seed, index).to(tokens_BS.dtype)
-            chosen_B = torch.where(done_B, tokens_BS[:, -1], chosen_B)
-            unread_BS = chosen_B[:, None]
-            tokens_BS = torch.cat([tokens_BS, unread_BS], dim=1)
-            done_B = done_B | torch.isin(chosen_B, eos)
-            if bool(done_B.all()):
-                break
-    return tokens_BS
-
-
-def _choose(logits_BV: Tensor, temperature: float, seed: int, index: int) -> Tensor:
-    """The token of the largest logit; with a temperature, of the largest after Gumbel noise, which draws from the softmax."""
-    if temperature == 0:
-        return logits_BV.argmax(-1)
-    uniform_BV = ops.random_uniform(ops.fold_key(seed, "generate", index), tuple(logits_BV.shape)).to(logits_BV.device)
-    return (logits_BV.to(torch.float32) / temperature - (-uniform_BV.log()).log()).argmax(-1)

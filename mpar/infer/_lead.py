@@ -96,10 +96,10 @@ class Leader:
         self._line.send_rest(torch.cat(list(texts)))
         return self.runner.scores(texts, num_likeliest)
 
-    def prepare(self) -> None:
+    def prepare_next(self) -> bool:
         """See `Runner`."""
         self._line.send(_PREPARE)
-        self.runner.prepare()
+        return self.runner.prepare_next()
 
     def dismiss(self) -> None:
         """The other ranks return from `follow`."""
@@ -119,4 +119,4 @@ def follow(runner: Runner) -> None:
             num_likeliest, *lengths = line.receive_rest(1 + count).tolist()
             runner.scores(line.receive_rest(sum(lengths)).split(lengths), num_likeliest)
         else:
-            runner.prepare()
+            runner.prepare_next()

@@ -1,6 +1,5 @@
 """Program runner: carries out the steps of an engine by compiled programs, on one rank or on all ranks of a mesh."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +18,12 @@ from mpar.infer._scorer import Scorer
 from mpar.infer._scores import Scores
 from mpar.kernels import kernels_for
 from mpar.mesh import Mesh
-from mpar.models import CacheSizes, DeclaredModel, DecoderParams, Model, ScoredDecoder
+from mpar.models import CacheSizes, ScoredDecoder, Trainable
 from mpar.precision import Precision
 from mpar.program import Program, State, batch_rows
 from mpar.program.compile import compile_forward
 from mpar.strategy import Strategy, preset
+from mpar.tree import Tree
 
 __all__ = ["ProgramRunner"]
 
@@ -45,8 +45,8 @@ class ProgramRunner:
 
     def __init__(
         self,
-        model: Model,
-        params: DecoderParams[Tensor],
+        model: Trainable,
+        params: Tree,
         sizes: Sizes,
         mesh: Mesh | None = None,
         strategy: Strategy | str = "tp",
@@ -72,15 +72,21 @@ class ProgramRunner:
         self._runs: dict[int, Run] = {}
         self.counts = _counts(sizes.tokens, _unit(table, mesh))
         self._prepare(self.counts[0])
-        assert isinstance(model, DeclaredModel)  # compile_decode refuses others
         share = mesh.axis_size(tuple(table.compute["seq"]))
         self._scorer = Scorer(model, sizes.length // share * share, sizes.groups, compile_scores, self.device)
-        self.state = self._first_state(self.programs[self.counts[0]], dataclasses.replace(params, mtp=None))
+        self.state = self._first_state(self.programs[self.counts[0]], params)
 
     def prepare(self) -> None:
         """Compile all programs now, so that no step has to wait for one."""
-        for count in self.counts:
-            self._prepare(count)
+        while self.prepare_next():
+            pass
+
+    def prepare_next(self) -> bool:
+        """See `Runner`: compile the smallest program that is missing."""
+        missing = [count for count in self.counts if count not in self.programs]
+        if missing:
+            self._prepare(missing[0])
+        return len(missing) > 1
 
     def _prepare(self, count: int) -> None:
         """Compile the program for so many tokens, if that was not done yet."""
@@ -98,8 +104,10 @@ class ProgramRunner:
             return run
         return lambda state, batch: run(state, batch_rows(program, batch, self._rank))
 
-    def _first_state(self, program: Program, params: DecoderParams[Tensor]) -> State:
-        leaves = {path: leaf.to(self.device) for path, leaf in program.init_state(params, self._rank).leaves.items()}
+    def _first_state(self, program: Program, params: Tree) -> State:
+        read = tree.paths(self.model.without_multi_token().abstract_params)
+        given = {path: tree.get(params, path) for path in read}
+        leaves = {path: leaf.to(self.device) for path, leaf in program.init_state(given, self._rank).leaves.items()}
         axes = {f"{_PARAMS}{path}": names for path, names in tree.leaves_with_path(self.model.param_axes, is_leaf=is_axes)}
         return State({path: _laid_out(leaf, axes.get(path, ())) for path, leaf in leaves.items()})
 

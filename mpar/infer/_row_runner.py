@@ -1,6 +1,7 @@
 """Row runner: computes each row of a step by itself, with the state that the model keeps, or by reading the whole row again."""
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -10,19 +11,24 @@ from mpar.errors import ConfigError
 from mpar.infer._check_params import check_params
 from mpar.infer._scheduler import Sizes
 from mpar.infer._scores import Scores, scores_of_logits
-from mpar.models import Model
+from mpar.models import Model, Trainable
 from mpar.tree import Tree
 
 __all__ = ["RowRunner"]
 
 
 class RowRunner:
-    """A runner for every model, in one process. Rows have no pages in common, so no prompt finds what another one computed."""
+    """A runner for every model, in one process. Rows have no pages in common, so no prompt finds what another one computed.
+
+    model: a language model, which may have adapters or quantised weights.
+    """
 
     shares_pages = False
 
-    def __init__(self, model: Model, params: Tree, sizes: Sizes) -> None:
+    def __init__(self, model: Trainable, params: Tree, sizes: Sizes) -> None:
         self.model, self.params, self.sizes, self.vocab_size = model, params, sizes, model.vocab_size
+        self._plain = cast(Model, model.plain)
+        self._params = model.plain_params(params)
         self._states: list[object] = [None] * sizes.rows
 
     def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
@@ -33,14 +39,16 @@ class RowRunner:
             logits_RV[row] = self._read(row, tokens_T[here], first=int(order_T[here][0]) == 0)
         return logits_RV
 
-    def prepare(self) -> None:
+    def prepare_next(self) -> bool:
         """See `Runner`; there is nothing to do."""
+        return False
 
     def load(self, params: Mapping[str, Tensor]) -> None:
         """See `Runner`."""
         named, structure = tree.leaves_with_path(self.params), tree.flatten(self.params)[1]
         check_params(dict(named), params)
         self.params = tree.unflatten(structure, [params[path].detach() for path, _ in named])
+        self._params = self.model.plain_params(self.params)
 
     def scores(self, texts: Sequence[Tensor], num_likeliest: int) -> list[Scores]:
         """See `Runner`."""
@@ -49,7 +57,7 @@ class RowRunner:
             if len(text) > self.sizes.length + 1:
                 raise ConfigError(f"cannot score a text of {len(text)} tokens: at most {self.sizes.length + 1} fit here.")
             with torch.no_grad():
-                logits_SV = self.model.apply(self.params, text[None, :-1])[0]
+                logits_SV = self._plain.apply(self._params, text[None, :-1])[0]
             scores.append(scores_of_logits(logits_SV, text, num_likeliest))
         return scores
 
@@ -57,9 +65,9 @@ class RowRunner:
         """The logits (V,) behind these tokens, which follow those that the row has read; `first`: it has read none."""
         state = None if first else self._states[row]
         with torch.no_grad():
-            if self.model.can_decode:
-                logits_BSV, self._states[row] = self.model.decode(self.params, tokens_N[None], state)
+            if self._plain.can_decode:
+                logits_BSV, self._states[row] = self._plain.decode(self._params, tokens_N[None], state)
             else:
                 read = tokens_N if first else torch.cat([state, tokens_N])  # type: ignore[list-item]
-                logits_BSV, self._states[row] = self.model.apply(self.params, read[None]), read
+                logits_BSV, self._states[row] = self._plain.apply(self._params, read[None]), read
         return logits_BSV[0, -1]

@@ -69,9 +69,9 @@ class Sampling:
         return self.temperature == 0
 
     @property
-    def counts_tokens(self) -> bool:
-        """Whether the tokens so far change the logits."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+    def counts_answer(self) -> bool:
+        """Whether the tokens of the answer so far change the logits by how often they occur."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 _BOUNDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {

@@ -1,8 +1,9 @@
 """Scheduler: which tokens of which requests the next step reads, and which pages of the cache hold their keys and values.
 
 A step reads at most `Sizes.tokens` tokens of at most `Sizes.rows` requests. A request whose prompt is in the cache reads one
-token, the one chosen last. Room that is left goes to prompts, which may be read in several steps. If the pages do not suffice,
-the request that came last gives its pages back, and is read again later. So the request that came first always goes on.
+token, the one chosen last. Room that is left goes to prompts, which may be read in several steps; there is less of it beside
+answers, which have to wait for the step. If the pages do not suffice, the request that came last gives its pages back, and is
+read again later. So the request that came first always goes on.
 """
 
 import bisect
@@ -21,7 +22,10 @@ class Sizes:
     """The fixed sizes of the steps of an engine.
 
     rows:      the most requests of a step. tokens: the most tokens of a step, at least one for each row.
-    pages:     the pages of the cache, of `page_size` tokens each; the first of them is spare.
+    beside:    the most tokens of a step in which an answer goes on, at least one for each row; None: as many as of any step. It
+               bounds how long answers wait for prompts that are read beside them.
+    pages:     the pages of the cache, of `page_size` tokens each; the first of them is spare, and padding is written there. By
+               default every number of ranks up to 8 divides them.
     length:    the most tokens of a prompt and its answer.
     groups:    into how many groups rows are divided, each with so many neighbouring ones, with a cache of its own of `pages`
                pages, and with at most `tokens` tokens in a step.
@@ -30,17 +34,21 @@ class Sizes:
 
     rows: int = 16
     tokens: int = 512
-    pages: int = 513
+    beside: int | None = None
+    pages: int = 840
     page_size: int = 16
     length: int = 4096
     groups: int = 1
 
     def __post_init__(self) -> None:
-        problems = [f"{name}={size} is not positive" for name, size in vars(self).items() if size < 1]
+        problems = [f"{name}={size} is not positive" for name, size in vars(self).items() if size is not None and size < 1]
         if self.groups > 0 and self.rows % self.groups:
             problems.append(f"rows={self.rows} cannot be divided into groups={self.groups}")
-        if self.groups > 0 and self.tokens < self.group_rows:
-            problems.append(f"tokens={self.tokens} is less than one for each of rows={self.group_rows}")
+        for name, count in (("tokens", self.tokens), ("beside", self.beside)):
+            if self.groups > 0 and count is not None and count < self.group_rows:
+                problems.append(f"{name}={count} is less than one for each of rows={self.group_rows}")
+        if self.beside is not None and self.beside > self.tokens:
+            problems.append(f"beside={self.beside} is more than tokens={self.tokens}")
         if self.pages < 2:
             problems.append(f"pages={self.pages}: one page is spare, so at least 2 are needed")
         if problems:
@@ -69,6 +77,24 @@ class Turn:
     def chooses(self) -> bool:
         """Whether the next token of the request can be chosen after the step."""
         return self.end == len(self.request.tokens)
+
+
+class _Plan:
+    """The turns of a step, and how many more tokens of each group it can read."""
+
+    def __init__(self, room: int, groups: int) -> None:
+        self.turns: dict[Request, Turn] = {}
+        self.room = [room] * groups
+
+    def add(self, turn: Turn, group: int) -> None:
+        self.turns[turn.request] = turn
+        self.room[group] -= turn.end - turn.start
+
+    def remove(self, request: Request, group: int) -> None:
+        """Take back the turn of a request, if it has one."""
+        turn = self.turns.pop(request, None)
+        if turn is not None:
+            self.room[group] += turn.end - turn.start
 
 
 class Scheduler:
@@ -110,15 +136,15 @@ class Scheduler:
 
     def next_turns(self) -> list[Turn]:
         """What the next step reads; empty if nothing waits or runs."""
-        turns: dict[Request, Turn] = {}
+        go_on = [request for request in self.running if request.num_missing == 1]
+        plan = _Plan((go_on and self.sizes.beside) or self.sizes.tokens, self.sizes.groups)
         preempted = self.num_preempted
-        by_need = sorted(self.running, key=lambda request: request.num_missing > 1)  # first those that only need one token
-        for request in by_need:
-            self._schedule(request, turns)
+        for request in [*go_on, *(request for request in self.running if request.num_missing > 1)]:
+            self._schedule(request, plan)
         while self.waiting and self.num_preempted == preempted:
-            if not any(self._admit(self.waiting[0], group, turns) for group in self._groups(turns)):
+            if not any(self._admit(self.waiting[0], group, plan) for group in self._groups(plan)):
                 break
-        return list(turns.values())
+        return list(plan.turns.values())
 
     def finish_turns(self, turns: list[Turn]) -> None:
         """The step has read these: their keys and values are in the cache, and full pages can be found by other prompts."""
@@ -135,39 +161,39 @@ class Scheduler:
     def _group(self, request: Request) -> int:
         return request.row // self.sizes.group_rows
 
-    def _groups(self, turns: dict[Request, Turn]) -> list[int]:
-        """The groups that have a free row, first the one of which the step reads the fewest tokens."""
+    def _groups(self, plan: _Plan) -> list[int]:
+        """The groups that have a free row, first the one of which the step can read the most tokens."""
         free = [group for group, rows in enumerate(self._free_rows) if rows]
-        return sorted(free, key=lambda group: self._num_tokens(turns, group))
+        return sorted(free, key=lambda group: -plan.room[group])
 
-    def _schedule(self, request: Request, turns: dict[Request, Turn]) -> None:
+    def _schedule(self, request: Request, plan: _Plan) -> None:
         """Give a running request a turn, unless it lost its pages or the step is full."""
         if request.row < 0:
             return
         group = self._group(request)
-        count = min(request.num_missing, self.sizes.tokens - self._num_tokens(turns, group))
+        count = min(request.num_missing, plan.room[group])
         if count == 0:
             return
         end, pool = request.num_cached + count, self.pools[group]
         while (missing := self._pages_missing(request, end)) > pool.num_free:
             victim = next(other for other in reversed(self.running) if self._group(other) == group)
-            turns.pop(victim, None)
+            plan.remove(victim, group)
             self._take_off(victim)
             bisect.insort(self.waiting, victim, key=self._numbers.__getitem__)
             self.num_preempted += 1
             if victim is request:
                 return
         request.pages += [pool.take() for _ in range(missing)]
-        turns[request] = Turn(request, request.num_cached, end)
+        plan.add(Turn(request, request.num_cached, end), group)
 
-    def _admit(self, request: Request, group: int, turns: dict[Request, Turn]) -> bool:
+    def _admit(self, request: Request, group: int, plan: _Plan) -> bool:
         """Let the first request that waits run in a group with a free row, if the step and the cache have room for it there."""
-        budget, pool = self.sizes.tokens - self._num_tokens(turns, group), self.pools[group]
-        if budget == 0:
+        room, pool = plan.room[group], self.pools[group]
+        if room == 0:
             return False
         shared = pool.share(request.tokens, len(request.tokens) - 1) if self.shares else []
         start = len(shared) * self.sizes.page_size
-        end = min(len(request.tokens), start + budget)
+        end = min(len(request.tokens), start + room)
         request.pages = [page for page, _ in shared]
         if self._pages_missing(request, end) > pool.num_free:
             pool.release(request.pages)
@@ -181,7 +207,7 @@ class Scheduler:
         if request.num_shared is None:
             request.num_shared = start
         request.pages += [pool.take() for _ in range(self._pages_missing(request, end))]
-        turns[request] = Turn(request, start, end)
+        plan.add(Turn(request, start, end), group)
         return True
 
     def _take_off(self, request: Request) -> None:
@@ -195,7 +221,3 @@ class Scheduler:
     def _pages_missing(self, request: Request, end: int) -> int:
         """How many more pages a request needs for its first `end` tokens."""
         return -(-end // self.sizes.page_size) - len(request.pages)
-
-    def _num_tokens(self, turns: dict[Request, Turn], group: int) -> int:
-        """How many tokens of a group the step reads so far."""
-        return sum(turn.end - turn.start for turn in turns.values() if self._group(turn.request) == group)

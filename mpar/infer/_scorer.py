@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mpar.errors import ConfigError
 from mpar.infer._scores import Scores
-from mpar.models import DeclaredModel, ScoredDecoder
+from mpar.models import ScoredDecoder, Trainable
 from mpar.program import Program, RankRun, Replay, State, batch_rows
 
 __all__ = ["Scorer"]
@@ -25,7 +25,7 @@ class Scorer:
     """
 
     def __init__(
-        self, model: DeclaredModel, length: int, groups: int, compile: Callable[[ScoredDecoder], Program], device: torch.device
+        self, model: Trainable, length: int, groups: int, compile: Callable[[ScoredDecoder], Program], device: torch.device
     ) -> None:
         self.model, self.length, self.groups, self.device = model.without_multi_token(), length, groups, device
         self._compile = compile

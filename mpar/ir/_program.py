@@ -6,7 +6,7 @@ A value is one local tensor. An instruction reads values, makes values, and free
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from mpar.ir._instruction import Instruction, Message, Piece
@@ -38,6 +38,7 @@ class Facts:
     stage_of:         the stage of each segment, by the segment's name, in the order of the chain.
     fallbacks:        the ops that every rank computes on global tensors because they have no sharding rule, sorted.
     frozen:           the paths of the parameters that training does not change, sorted.
+    stands_for:       by path, how many parameters a leaf stands for, where that is not the number of its elements.
     """
 
     optimizer: Optimizer | None
@@ -53,6 +54,7 @@ class Facts:
     stage_of: Mapping[str, int]
     fallbacks: tuple[str, ...]
     frozen: tuple[str, ...] = ()
+    stands_for: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -127,11 +129,12 @@ class ProgramData:
         return {path: value for part in reversed(self.parts) for path, value in part.gradients.items()}
 
     def num_parameters(self) -> tuple[int, int]:
-        """How many numbers the parameters have that are trained, and those that are frozen."""
+        """How many parameters are trained, and how many are frozen; codes of few bits count as what they stand for."""
         frozen, sizes = set(self.facts.frozen), [0, 0]
         for leaf in self.state_in:
             kind, _, path = leaf.path.partition(".")
-            sizes[path in frozen] += math.prod(leaf.shape) if kind == "params" else 0
+            if kind == "params":
+                sizes[path in frozen] += self.facts.stands_for.get(path, math.prod(leaf.shape))
         return sizes[0], sizes[1]
 
     def axes_used(self) -> list[tuple[str, ...]]:

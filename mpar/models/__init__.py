@@ -11,10 +11,10 @@ from mpar.models._flops import flops_per_token
 from mpar.models._freeze import FrozenModel, freeze, with_frozen
 from mpar.models._language_head import HiddenHead, LanguageHead
 from mpar.models._matrix import Matrix, MatrixLeaf
-from mpar.models._model import Model, Read, Trainable
+from mpar.models._model import Model, Multiplications, Read, Trainable
 from mpar.models._options import ModelOptions
 from mpar.models._scored import ScoredDecoder
-from mpar.models._storage import storage_specs
+from mpar.models._storage import read_params, storage_specs
 from mpar.models._validate import folder_problems
 from mpar.models._wrapped import WrappedModel
 from mpar.models.architectures import (
@@ -98,6 +98,7 @@ __all__ = [
     "Model",
     "ModelOptions",
     "MoeConfig",
+    "Multiplications",
     "Read",
     "ScoredDecoder",
     "StoredLeaf",
@@ -118,6 +119,7 @@ __all__ = [
     "map_leaves_to_stored",
     "open_weights",
     "read_json",
+    "read_params",
     "segment_numbers",
     "shard_slices",
     "storage_specs",

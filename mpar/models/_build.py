@@ -5,23 +5,22 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
-import mpar
-from mpar import tree
 from mpar.errors import ConfigError, ShardingError
 from mpar.mesh import Mesh
 from mpar.models import traced
 from mpar.models._declared import DeclaredModel
 from mpar.models._model import Model
 from mpar.models._options import ModelOptions, OptionWords, with_options
-from mpar.models._storage import storage_specs
+from mpar.models._storage import read_params, storage_specs
 from mpar.models.architectures import ARCHITECTURES, Architecture, find_architecture, read_decoder
 from mpar.models.decoder import DecoderParams
 from mpar.models.hf import HfReader, load_params, read_json
+from mpar.spec import P
 from mpar.strategy import Strategy, preset
 from mpar.tree import Tree
 
@@ -97,14 +96,11 @@ def from_hf(
     if chosen.dtype is None:
         with HfReader(model, path) as reader:
             model = model.with_dtype(reader.dtype)
-    if mesh is None or strategy is None:
-        return model, load_params(model, path)
-    specs, mesh = storage_specs(model, mesh, preset(strategy) if isinstance(strategy, str) else strategy)
-    if rank is not None:
-        return model, load_params(model, path, specs, mesh, rank)
-    device_mesh = mesh.bind()  # only this case loads mpar.dtensor, which imports DTensor and sympy
-    shards = load_params(model, path, specs, mesh, device_mesh.get_rank())
-    return model, tree.map_leaves(lambda local, spec: mpar.dtensor.wrap(local, spec, mesh, device_mesh), shards, specs)
+    if rank is not None and mesh is not None and strategy is not None:
+        specs, mesh = storage_specs(model, mesh, preset(strategy) if isinstance(strategy, str) else strategy)
+        return model, load_params(model, path, cast(DecoderParams[P], specs), mesh, rank)
+    with HfReader(model, path) as reader:
+        return model, cast(DecoderParams[Tensor], read_params(model, reader.read_leaf, mesh, strategy))
 
 
 def from_module(module: nn.Module, example: Tensor) -> tuple["traced.ModuleModel", Tree]:

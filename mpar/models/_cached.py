@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,38 +13,39 @@ from mpar.chain import Axes, Chain, Segment
 from mpar.errors import ConfigError
 from mpar.models import decoder
 from mpar.models._declared import DeclaredModel
-from mpar.models._model import Model
-from mpar.models.decoder import BlockSegment, DecoderParams
+from mpar.models._model import Trainable
+from mpar.models.decoder import BlockSegment
 from mpar.models.layers import Cache, CacheSizes, depends_on_length, is_sizes, part_of, rope_tables, table_keys
 from mpar.tree import Tree
 
 __all__ = ["CachedDecoder", "with_cache"]
 
 
-def with_cache(model: Model, sizes: CacheSizes, dtype: torch.dtype | None = None) -> "CachedDecoder":
+def with_cache(model: Trainable, sizes: CacheSizes, dtype: torch.dtype | None = None) -> "CachedDecoder":
     """The chain that goes on with rows from a cache of these sizes. `dtype` is that of keys and values; None: that of the model.
+    The model may have adapters, or quantised weights.
 
     Its parameters are those of the model, without the layer that learns further tokens. Raises ConfigError if a layer has no such
     cache, if a rotation depends on the length of the row, or if the model has learned too few positions for the pages of a row.
     """
-    problems = []
-    if not isinstance(model, DeclaredModel):
+    problems, plain = [], model.plain
+    if not isinstance(plain, DeclaredModel):
         problems.append("it was traced, and its graph does not say what a layer keeps of earlier tokens")
     else:
-        mixers = dict.fromkeys(type(layer.mixer).__name__ for layer in model.config.layers if not _has_cache(layer.mixer))
+        mixers = dict.fromkeys(type(layer.mixer).__name__ for layer in plain.config.layers if not _has_cache(layer.mixer))
         problems += [f"it has layers of {name.removesuffix('Config')}, which keep no pages" for name in mixers]
-        if any(depends_on_length(rope) for _, rope in model.config.ropes):
+        if any(depends_on_length(rope) for _, rope in plain.config.ropes):
             problems.append("its RoPE turns earlier tokens anew when a row grows")
         if model.max_positions is not None and model.max_positions <= (sizes.pages_per_row - 1) * sizes.page_size:
             problems.append(
                 f"it has learned {model.max_positions} positions, which do not reach the last of {sizes.pages_per_row} pages of "
                 f"{sizes.page_size}"
             )
-    if problems or not isinstance(model, DeclaredModel):
+    if problems or not isinstance(plain, DeclaredModel):
         raise ConfigError(
             f"cannot keep a cache of pages for this {model.name} model:\n  " + "\n  ".join(problems) + "\nUse mpar.generate."
         )
-    return CachedDecoder(model.without_multi_token(), sizes, dtype or model.dtype)
+    return CachedDecoder(model.without_multi_token(), sizes, dtype or plain.dtype)
 
 
 def _has_cache(mixer: object) -> bool:
@@ -82,48 +84,59 @@ class CachedDecoder(Chain):
     is -1.
     """
 
-    model: DeclaredModel
+    model: Trainable
     sizes: CacheSizes
     dtype: torch.dtype
+
+    @property
+    def _plain(self) -> DeclaredModel:
+        return cast(DeclaredModel, self.model.plain)  # `with_cache` refuses others
 
     @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:
         """Embedding, blocks with their caches, head."""
-        first, *blocks, last = self.model.segments
-        head = decoder.head_segment(self.model.config)
-        cached = {layer: _CachedBlock(BlockSegment(layer), self.sizes) for layer in self.model.config.layers}
-        return (
+        config = self._plain.config
+        first, *blocks, last = self._plain.segments
+        head = decoder.head_segment(config)
+        cached = {layer: _CachedBlock(BlockSegment(layer), self.sizes) for layer in config.layers}
+        segments = (
             first,
             *(
                 Segment(block.name, cached[layer], block.paths, block.out_axes, state=(block.name,))
-                for block, layer in zip(blocks, self.model.config.layers, strict=True)
+                for block, layer in zip(blocks, config.layers, strict=True)
             ),
             Segment(last.name, head.last_logits, last.paths, {"logits": ("batch", None, None)}),
         )
+        return self.model.over(segments)
 
     @property
-    def abstract_params(self) -> DecoderParams[Tensor]:
+    def abstract_params(self) -> Tree:
         """The parameter tree of the model."""
         return self.model.abstract_params
 
     @property
-    def param_axes(self) -> DecoderParams[Axes]:
+    def param_axes(self) -> Tree:
         """The logical axes of the parameters."""
         return self.model.param_axes
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """What the model freezes, which is stored as training stores it."""
+        return self.model.frozen
 
     @functools.cached_property
     def abstract_state(self) -> Tree:
         """The cache of each layer."""
-        functions = [part_of(layer.mixer).cache_shapes for layer in self.model.config.layers]
-        layers = [fn(layer.mixer, self.sizes) for fn, layer in zip(functions, self.model.config.layers, strict=True) if fn]
+        functions = [part_of(layer.mixer).cache_shapes for layer in self._plain.config.layers]
+        layers = [fn(layer.mixer, self.sizes) for fn, layer in zip(functions, self._plain.config.layers, strict=True) if fn]
         wide = torch.promote_types(self.dtype, torch.float32)  # of scans, whose state is a sum over all tokens
-        dtypes = [wide if layer.sequential else self.dtype for layer in self.model.config.layers]
+        dtypes = [wide if layer.sequential else self.dtype for layer in self._plain.config.layers]
         return {"layers": [_without_data(shapes, dtype) for shapes, dtype in zip(layers, dtypes, strict=True)]}
 
     @functools.cached_property
     def state_axes(self) -> Tree:
         """The logical axes of the caches."""
-        return {"layers": [part_of(layer.mixer).cache_axes for layer in self.model.config.layers]}
+        return {"layers": [part_of(layer.mixer).cache_axes for layer in self._plain.config.layers]}
 
     @property
     def batch_axes(self) -> dict[str, Axes]:
@@ -154,8 +167,8 @@ class CachedDecoder(Chain):
             "places": places_BT.masked_fill(rows < 0, 0),
             "last": batch["last"],
         }
-        for name, rope in self.model.config.ropes:
-            tables = rope_tables(rope, tokens, positions, torch.promote_types(self.model.dtype, torch.float32))
+        for name, rope in self._plain.config.ropes:
+            tables = rope_tables(rope, tokens, positions, torch.promote_types(self._plain.dtype, torch.float32))
             context |= zip(table_keys(name), tables, strict=True)
         return context
 

@@ -16,7 +16,7 @@ from mpar.models import decoder
 from mpar.models._batch import BATCH_KEYS, ORDER, Batch, batch_weight, check_batch
 from mpar.models._declared_matrices import declared_matrices
 from mpar.models._matrix import Matrix, joined_matrices
-from mpar.models._model import Model
+from mpar.models._model import Model, Multiplications
 from mpar.models.architectures import Architecture
 from mpar.models.decoder import NEXT_KEYS, NEXT_WEIGHTS, BlockSegment, DecoderConfig, DecoderParams
 from mpar.models.layers import DRAW, MoeConfig, State, Update, part_of, rope_tables, segment_numbers, table_keys
@@ -250,21 +250,23 @@ class DeclaredModel(Model):
         return self.config.can_decode
 
     @property
-    def multiplications(self) -> tuple[float, float]:
-        """The weights that a token is multiplied with, and its multiplications with each other token of a row."""
+    def multiplications(self) -> Multiplications:
+        """What a token is multiplied with."""
         layers = {f"layers.{i}": layer for i, layer in enumerate(self.config.layers)}
-        weights = float(self.config.vocab_size * self.config.hidden_size)
+        head = "embed.table_VD" if self.config.tied else "head.head_DV"
+        weights = {head: float(self.config.vocab_size * self.config.hidden_size)}
         if self.config.multi_token is not None:
             layers["mtp"] = self.config.multi_token.layer
-            weights *= 2  # the layer for further tokens uses the same head a second time
+            weights[head] *= 2  # the layer for further tokens uses the same head a second time
         for path, leaf in tree.leaves_with_path(self.abstract_params):
             index = re.match(r"layers\.\d+|mtp", path)
             if index is None or leaf.ndim < 2 or "bias" in path:  # biases of heads have two dims
                 continue
             mlp, names = layers[index[0]].mlp, tree.get(self.param_axes, path)
             share = mlp.top_k / mlp.num_experts if names[0] == "expert" and isinstance(mlp, MoeConfig) else 1.0
-            weights += leaf.numel() * share
-        return weights, float(sum(part_of(part).pairs(part) for layer in layers.values() for part in layer.parts))
+            weights[path] = leaf.numel() * share
+        pairs = {name: float(sum(part_of(part).pairs(part) for part in layer.parts)) for name, layer in layers.items()}
+        return Multiplications(weights, pairs)
 
     @functools.cached_property
     def matrices(self) -> tuple[Matrix, ...]:  # type: ignore[override]

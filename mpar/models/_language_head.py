@@ -12,6 +12,10 @@ __all__ = ["HiddenHead", "LanguageHead"]
 class LanguageHead(Protocol):
     """`params` and `x` are those of the segment, `context` has tokens and labels."""
 
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens, without padding."""
+
     def token_losses(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         """Minus the log-probability of each label, (B, S), in nats; 0 where the label is -100."""
 

@@ -5,22 +5,36 @@ import json
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mpar import tree
-from mpar.chain import Axes, Chain
+from mpar.chain import Axes, Chain, Segment
 from mpar.models._batch import Batch
 from mpar.models._init import normal
 from mpar.models._matrix import Matrix, MatrixLeaf
 from mpar.ops import fold_key
 from mpar.tree import Tree
 
-__all__ = ["Model", "Read", "Trainable"]
+__all__ = ["Model", "Multiplications", "Read", "Trainable"]
 
 Read = Callable[[str, Sequence[slice] | None], Tensor]
 """`fn(path, slices)` gives the elements within `slices` of a leaf; None: all of them."""
+
+
+@dataclass(frozen=True)
+class Multiplications:
+    """What a token is multiplied with.
+
+    weights: by the path of a leaf, with how many weights of it: all matrices and the head, but not the lookup in the embedding,
+             and of experts only those that the token is sent to. Of a quantised weight the path is that of the weight.
+    pairs:   by the name of a segment, the multiplications with each other token of a row: 2 n h for n heads of h.
+    """
+
+    weights: Mapping[str, float]
+    pairs: Mapping[str, float]
 
 
 class Trainable(Chain):
@@ -54,13 +68,16 @@ class Trainable(Chain):
         return self
 
     @property
-    def multiplications(self) -> tuple[float, float]:
-        """`(weights that a token is multiplied with, its multiplications with each other token of a row)`: all matrices and the
-        head, but not the lookup in the embedding, and of experts only those that the token is sent to; 2 n h for n heads of h.
+    def multiplications(self) -> Multiplications:
+        """What a token is multiplied with, which counts in the FLOP/s that are reported. By default these are all parameters of
+        two or more dims, and no pairs."""
+        leaves = tree.leaves_with_path(self.abstract_params)
+        return Multiplications({path: float(leaf.numel()) for path, leaf in leaves if leaf.ndim > 1}, {})
 
-        They count in the FLOP/s that are reported. By default these are all parameters of two or more dims, and no pairs.
-        """
-        return float(sum(leaf.numel() for leaf in tree.leaves(self.abstract_params) if leaf.ndim > 1)), 0.0
+    @property
+    def beside(self) -> "Trainable | None":
+        """A model whose forward every step computes, too, and which has no backward; None, the default, without one."""
+        return None
 
     @property
     def sequential(self) -> bool:
@@ -116,6 +133,16 @@ class Trainable(Chain):
         """The model whose weights a folder has: the model itself, or what it was made of by adapters and the like."""
         return self
 
+    def over(self, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        """`segments`, which read parameters of `plain` by other functions than its own, such as one that keeps a cache, for the
+        parameters of this model: so adapters and quantised weights are known to every chain that is made of `plain`."""
+        return segments
+
+    def plain_params(self, params: Tree) -> Tree:
+        """The parameters of `plain` that compute what `params` compute in this model; objects stand for some of the tensors, see
+        `mpar.ops.StandIn`. They are for functions that read one tree, and not for compiled programs."""
+        return params
+
     @property
     def parts(self) -> "Mapping[str, Trainable]":
         """The models whose parameters it has, by the beginning of their paths: itself, unless it compares models."""
@@ -155,8 +182,8 @@ class Model(Trainable):
 
     @property
     @abstractmethod
-    def multiplications(self) -> tuple[float, float]:
-        """`(weights that a token is multiplied with, its multiplications with each other token of a row)`."""
+    def multiplications(self) -> Multiplications:
+        """What a token is multiplied with."""
 
     @property
     def can_decode(self) -> bool:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from torch import Tensor
 from mpar.chain import Axes, Chain, Segment
 from mpar.models import decoder
 from mpar.models._declared import DeclaredModel
-from mpar.models.decoder import DecoderParams, HeadSegment
+from mpar.models._model import Trainable
+from mpar.models.decoder import HeadSegment
 from mpar.tree import Tree
 
 __all__ = ["ScoredDecoder"]
@@ -44,7 +46,7 @@ class ScoredDecoder(Chain):
     labels of what does not count are any token.
     """
 
-    model: DeclaredModel
+    model: Trainable
     length: int
     groups: int
     num_likeliest: int
@@ -52,14 +54,15 @@ class ScoredDecoder(Chain):
     @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:
         """Those of the model, whose last one gives log-probabilities."""
-        *body, last = self.model.segments
+        plain = cast(DeclaredModel, self.model.plain)
+        *body, last = plain.segments
         rows, likeliest = ("batch", "seq"), ("batch", "seq", None)
         axes = {"logprobs": rows, "likeliest_logprobs": likeliest, "likeliest": likeliest}
-        head = _ScoreSegment(decoder.head_segment(self.model.config), self.num_likeliest)
-        return (*body, Segment(last.name, head, last.paths, axes))
+        head = _ScoreSegment(decoder.head_segment(plain.config), self.num_likeliest)
+        return self.model.over((*body, Segment(last.name, head, last.paths, axes)))
 
     @property
-    def abstract_params(self) -> DecoderParams[Tensor]:
+    def abstract_params(self) -> Tree:
         """The parameter tree of the model."""
         return self.model.abstract_params
 
@@ -67,6 +70,11 @@ class ScoredDecoder(Chain):
     def param_axes(self) -> Tree:
         """The logical axes of the parameters."""
         return self.model.param_axes
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """What the model freezes, which is stored as training stores it."""
+        return self.model.frozen
 
     @property
     def batch_axes(self) -> dict[str, Axes]:
@@ -80,7 +88,7 @@ class ScoredDecoder(Chain):
 
     def context(self, batch: dict[str, Tensor], row_length: int | None = None) -> Mapping[str, Tensor]:
         """What segments read: that of the model, with the labels."""
-        return self.model.context({"tokens": batch["tokens"]}, row_length) | {"labels": batch["labels"]}
+        return {**self.model.plain.context({"tokens": batch["tokens"]}, row_length), "labels": batch["labels"]}
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         """One: there is no loss."""

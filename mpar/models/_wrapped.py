@@ -1,12 +1,13 @@
 """WrappedModel: a model that is made of another one, and is like it in all that a subclass does not change."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from mpar.chain import Axes, Segment, Update
 from mpar.models._matrix import Matrix
-from mpar.models._model import Read, Trainable
+from mpar.models._model import Multiplications, Read, Trainable
 from mpar.tree import Tree
 
 __all__ = ["WrappedModel"]
@@ -56,6 +57,11 @@ class WrappedModel(Trainable):
         return self.base.frozen
 
     @property
+    def stands_for(self) -> Mapping[str, int]:
+        """As `base`."""
+        return self.base.stands_for
+
+    @property
     def vocab_size(self) -> int:
         """As `base`."""
         return self.base.vocab_size
@@ -71,9 +77,14 @@ class WrappedModel(Trainable):
         return self.base.settings
 
     @property
-    def multiplications(self) -> tuple[float, float]:
+    def multiplications(self) -> Multiplications:
         """As `base`."""
         return self.base.multiplications
+
+    @property
+    def beside(self) -> Trainable | None:
+        """As `base`."""
+        return self.base.beside
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -104,6 +115,19 @@ class WrappedModel(Trainable):
     def plain(self) -> Trainable:
         """As `base`."""
         return self.base.plain
+
+    def over(self, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        """As `base`."""
+        return self.base.over(segments)
+
+    def plain_params(self, params: Tree) -> Tree:
+        """As `base`."""
+        return self.base.plain_params(params)
+
+    def without_multi_token(self) -> Trainable:
+        """The same model of `base` without the layer that learns further tokens."""
+        base = self.base.without_multi_token()
+        return self if base is self.base else replace(self, base=base)  # type: ignore[type-var]  # every subclass is a dataclass
 
     def first_leaf(self, seed: int, path: str, slices: Sequence[slice] | None, read: Read) -> Tensor:
         """As `base`."""

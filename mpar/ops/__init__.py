@@ -26,7 +26,7 @@ from mpar.ops._quantise_fp8 import (
     quantise_fp8,
     quantise_fp8_both,
 )
-from mpar.ops._random import Key, dropout, fold_in, fold_key, random_normal, random_uniform
+from mpar.ops._random import Key, dropout, fold_in, fold_key, random_normal, random_quads, random_uniform
 from mpar.ops._rms_norm import rms_norm
 from mpar.ops._rope import rope, rope_many
 from mpar.ops._sgd import sgd, sgd_many
@@ -159,6 +159,7 @@ __all__ = [
     "quantise_int8",
     "quantise_nf4",
     "random_normal",
+    "random_quads",
     "random_uniform",
     "rms_norm",
     "rope",

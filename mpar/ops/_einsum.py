@@ -16,6 +16,9 @@ from mpar.ops.primitive import Cost, Primitive, ShardingRule
 __all__ = ["einsum"]
 
 einsum_p = Primitive("einsum", "a, b -> y", equation="str")
+_FEWEST_COLUMNS = 16
+"""MKL multiplies matrices of float32 whose product has fewer columns, such as those of adapters, at a third to a fifth of the speed
+of their transposes: 2048 x 256 times 256 x 8 takes 0.60 ms on one core of an AMD EPYC, in place of 0.18."""
 
 
 def einsum(equation: str, *operands: Tensor) -> Tensor:
@@ -87,15 +90,21 @@ def _abstract(a, b, *, equation):
 
 @einsum_p.def_impl
 def _impl(a: Tensor, b: Tensor, *, equation: str) -> Tensor:
-    return _plan(equation, a.shape, a.stride(), b.shape, b.stride())(a, b)
+    fewest = _FEWEST_COLUMNS if a.dtype == torch.float32 and a.device.type == "cpu" else 0
+    return _plan(equation, a.shape, a.stride(), b.shape, b.stride(), fewest)(a, b)
 
 
 @lru_cache(maxsize=4096)
 def _plan(
-    equation: str, shape_a: Sequence[int], stride_a: Sequence[int], shape_b: Sequence[int], stride_b: Sequence[int]
+    equation: str,
+    shape_a: Sequence[int],
+    stride_a: Sequence[int],
+    shape_b: Sequence[int],
+    stride_b: Sequence[int],
+    fewest_columns: int,
 ) -> Callable:
     """The function that contracts operands of these shapes and strides: first it sums letters of one operand only, then it calls
-    mm, bmm or mul once."""
+    mm, bmm or mul once. A matrix product with fewer than `fewest_columns` is computed as its transpose."""
     (in_a, in_b), output = _split(equation, 2)
     sizes = dict(zip(in_a + in_b, (*shape_a, *shape_b), strict=True))
     only_a, only_b = _alone(in_a, in_b + output), _alone(in_b, in_a + output)
@@ -112,9 +121,9 @@ def _plan(
         return _multiply(in_a, in_b, output)
     strides_a, strides_b = dict(zip(in_a, stride_a, strict=True)), dict(zip(in_b, stride_b, strict=True))
     if _first_of(output, in_a, in_b) == "b":  # the operand with the first letter of the result that is not in both gives its rows
-        contract = _contract(in_b, strides_b, in_a, strides_a, output, sizes)
+        contract = _contract(in_b, strides_b, in_a, strides_a, output, sizes, fewest_columns)
         return lambda a, b: contract(b, a)
-    return _contract(in_a, strides_a, in_b, strides_b, output, sizes)
+    return _contract(in_a, strides_a, in_b, strides_b, output, sizes, fewest_columns)
 
 
 def _alone(letters: str, others: str) -> str:
@@ -136,7 +145,13 @@ def _multiply(in_a: str, in_b: str, output: str) -> Callable:
 
 
 def _contract(
-    in_a: str, strides_a: dict[str, int], in_b: str, strides_b: dict[str, int], output: str, sizes: dict[str, int]
+    in_a: str,
+    strides_a: dict[str, int],
+    in_b: str,
+    strides_b: dict[str, int],
+    output: str,
+    sizes: dict[str, int],
+    fewest_columns: int,
 ) -> Callable:
     """y[batch, rows, columns] = sum over inner of a[batch, rows, inner] * b[batch, inner, columns]."""
     batch = "".join(c for c in output if c in in_a and c in in_b)
@@ -150,7 +165,9 @@ def _contract(
     if batch:
         groups_a, groups_b = [batch, *groups_a], [batch, *groups_b]
     view_a, view_b = _matrix(in_a, groups_a, strides_a, sizes), _matrix(in_b, groups_b, strides_b, sizes)
-    multiply = torch.bmm if batch else torch.mm
+    multiply: Callable[[Tensor, Tensor], Tensor] = torch.bmm if batch else torch.mm
+    if not batch and math.prod(sizes[c] for c in columns) < fewest_columns <= math.prod(sizes[c] for c in rows):
+        multiply = _transposed_mm
     natural = batch + rows + columns
     shape = [sizes[c] for c in natural]
     if natural == output:
@@ -159,6 +176,11 @@ def _contract(
         return lambda a, b: multiply(view_a(a), view_b(b)).view(shape)
     order = [natural.index(c) for c in output]
     return lambda a, b: multiply(view_a(a), view_b(b)).view(shape).permute(order).contiguous()
+
+
+def _transposed_mm(a: Tensor, b: Tensor) -> Tensor:
+    """The product of two matrices, of which that of the transposes is computed."""
+    return torch.mm(b.T, a.T).T.contiguous()
 
 
 def _matrix(letters: str, groups: list[str], strides: dict[str, int], sizes: dict[str, int]) -> Callable[[Tensor], Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.ops.primitive import Cost, Primitive, ShardingRule
 
-__all__ = ["Key", "dropout", "fold_in", "fold_key", "random_normal", "random_uniform"]
+__all__ = ["Key", "dropout", "fold_in", "fold_key", "random_normal", "random_quads", "random_uniform"]
 
 Key = Tensor | tuple[int, int]
 """Two numbers of 32 bits: a tuple from `fold_key`, or an int64 tensor (2,)."""
@@ -53,6 +53,13 @@ def random_uniform(key: Key, shape: Sequence[int], *, starts: Sequence[int] | No
     """
     starts = [0] * len(shape) if starts is None else list(starts)
     return random_uniform_p.bind(_as_tensor(key), shape=list(shape), starts=starts)
+
+
+def random_quads(keys_N2: Tensor, quads_N: Tensor) -> Tensor:
+    """Of the vectors that `random_uniform` gives for the keys, four elements each, from number 4 * quad on: (N, 4)."""
+    zero = quads_N.new_zeros(())
+    words = philox((quads_N, zero, zero, zero), keys_N2.unbind(1))
+    return (torch.stack(words, -1) >> 8).to(torch.float32).mul_(2.0**-24)
 
 
 def random_normal(key: Key, shape: Sequence[int], *, starts: Sequence[int] | None = None) -> Tensor:

@@ -18,6 +18,7 @@ from mpar.runtime import (
     batch_rows,
     cut_rows,
     exchange,
+    positions_in_order,
     rows_of,
 )
 
@@ -48,5 +49,6 @@ __all__ = [
     "format_time",
     "in_order",
     "parameters_in_words",
+    "positions_in_order",
     "rows_of",
 ]

@@ -109,6 +109,7 @@ def compile_forward(
     strategy: Strategy | str,
     batch_shape: BatchShape,
     *,
+    schedule: Schedule | str | None = None,
     precision: Precision | str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     prefetch_bytes: int | None = None,
@@ -125,7 +126,7 @@ def compile_forward(
     options = CompileOptions(
         training=False,
         differentiable=False,
-        schedule=Schedule("forward_only"),
+        schedule=schedule if isinstance(schedule, Schedule) else Schedule(schedule or "forward_only"),
         precision=make_precision(precision),
         recompute=policy("full"),  # nothing is kept for a backward
         bucket_bytes=bucket_bytes,

@@ -4,7 +4,7 @@
 so for it. With adapters it is QLoRA: `quantise(adapters.add(model, LoRA(...)))`.
 """
 
-from mpar.quantised._folder import QuantisedReader, is_quantised_folder, write_quantised
+from mpar.quantised._folder import QuantisedReader, is_quantised_folder, quantised_as, write_quantised
 from mpar.quantised._layout import Kind, Layout
 from mpar.quantised._model import ALL_LINEAR, QuantisedModel, quantise
 from mpar.quantised._segment import QuantisedSegment, QuantisedWeight
@@ -19,5 +19,6 @@ __all__ = [
     "QuantisedWeight",
     "is_quantised_folder",
     "quantise",
+    "quantised_as",
     "write_quantised",
 ]

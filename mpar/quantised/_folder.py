@@ -6,7 +6,7 @@ A matrix of nf4 is `NAME.weight` with its codes, and `NAME.weight.absmax`, `.nes
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from mpar import tree
 from mpar.errors import CheckpointError, ConfigError
-from mpar.models import QUANTISATION, Model, StoredLeaf, locate, open_weights, read_json, stored_leaves
+from mpar.models import QUANTISATION, Model, StoredLeaf, Trainable, locate, open_weights, read_json, stored_leaves
 from mpar.ops import NF4_BLOCK, NF4_CODES, Int8, Nf4, nf4_scale_codes
-from mpar.quantised._layout import Layout, Parts
-from mpar.quantised._model import PartsSource, QuantisedModel
+from mpar.quantised._layout import Kind, Layout, Parts
+from mpar.quantised._model import PartsSource, QuantisedModel, quantise
 from mpar.tree import Tree
 
-__all__ = ["QuantisedReader", "is_quantised_folder", "write_quantised"]
+__all__ = ["QuantisedReader", "is_quantised_folder", "quantised_as", "write_quantised"]
 
 _STATE = ".quant_state.bitsandbytes__nf4"
 _NESTED_BLOCK = 256
@@ -32,6 +32,26 @@ def is_quantised_folder(folder: str | os.PathLike[str]) -> bool:
     """Whether the config.json of a folder says that its weights are quantised by bitsandbytes."""
     config = read_json(Path(folder) / "config.json").get(QUANTISATION)
     return isinstance(config, dict) and config.get("quant_method", "bitsandbytes") == "bitsandbytes"
+
+
+def quantised_as(model: Trainable, folder: str | os.PathLike[str]) -> QuantisedModel:
+    """`model` with those weights quantised that are so in a folder of bitsandbytes. Its adapters are added before.
+
+    Raises ConfigError for a folder without quantised weights of the model, or with both kinds.
+    """
+    plain = _plain_model(model)
+    stored, present = stored_leaves(plain), locate(Path(folder))
+    suffixes: dict[Kind, Callable[[str], str]] = {"nf4": lambda name: name + _STATE, "int8": _scale_name}
+    of_kind = {
+        kind: {path for path, leaf in stored.items() if any(suffix(name) in present for name in leaf.names)}
+        for kind, suffix in suffixes.items()
+    }
+    kinds = [kind for kind, paths in of_kind.items() if paths]
+    if len(kinds) != 1:
+        raise ConfigError(f"cannot read quantised weights of this {model.name} model in {folder}: it has {kinds or 'none'}.")
+    found = of_kind[kinds[0]]
+    exclude = [matrix.name for matrix in model.matrices if not any(leaf.path in found for leaf in matrix.leaves)]
+    return quantise(model, kinds[0], exclude=exclude)
 
 
 class QuantisedReader(PartsSource):
@@ -45,7 +65,7 @@ class QuantisedReader(PartsSource):
         self.model, self.folder = model, Path(folder)
         self._files: dict[str, Any] = {}
         self._file_of_tensor = locate(self.folder)
-        self._leaves = stored_leaves(_plain(model))
+        self._leaves = stored_leaves(_plain_model(model))
         problems = [*self._problems()]
         if problems:
             lines = "\n  ".join(problems[:20])
@@ -134,7 +154,7 @@ def write_quantised(model: QuantisedModel, params: Tree, folder: str | os.PathLi
     Adapters are not written. Raises CheckpointError if the folder already has weights, and ConfigError for a leaf that is a part
     of a stored matrix, which has magnitudes of its own.
     """
-    plain, path = _plain(model), Path(folder)
+    plain, path = _plain_model(model), Path(folder)
     if path.is_dir() and any(path.glob("*.safetensors*")):
         raise CheckpointError(f"cannot export to {path}: it already holds weights; choose another folder")
     tensors: dict[str, Tensor] = {}
@@ -180,7 +200,7 @@ def _stored_parts(stored: StoredLeaf, layout: Layout, parts: Parts) -> Mapping[s
 
 def _config_of(model: QuantisedModel) -> dict[str, object]:
     """The quantization_config that transformers reads: matrices that are not quantised are named in it."""
-    quantised = {name for path in model.layouts for name in stored_leaves(_plain(model))[path].names}
+    quantised = {name for path in model.layouts for name in stored_leaves(_plain_model(model))[path].names}
     others = [matrix.name for matrix in model.matrices if f"{matrix.name}.weight" not in quantised]
     four = model.kind == "nf4"
     nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "uint8"}
@@ -197,7 +217,7 @@ def _scale_name(name: str) -> str:
     return f"{name.removesuffix('.weight')}.SCB"
 
 
-def _plain(model: QuantisedModel) -> Model:
+def _plain_model(model: Trainable) -> Model:
     plain = model.plain
     if not hasattr(plain, "stored_names"):
         raise ConfigError(f"{plain.name} does not say how its parameters are called in folders of Hugging Face")

@@ -1,6 +1,7 @@
 """QuantisedModel: a model some of whose weights are codes of few bits. In its tree each of them is a small tree of parts."""
 
 import functools
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from mpar.errors import ConfigError
 from mpar.models import Matrix, Read, Trainable, WrappedModel
 from mpar.ops import NF4_BLOCK
 from mpar.quantised._layout import Kind, Layout, Parts, check_kind, layout_of
-from mpar.quantised._segment import QuantisedSegment
+from mpar.quantised._segment import QuantisedSegment, QuantisedWeight
 from mpar.tree import Tree
 
 __all__ = ["ALL_LINEAR", "PartsSource", "QuantisedModel", "quantise"]
@@ -123,9 +124,32 @@ class QuantisedModel(WrappedModel):
         return (self.base.frozen - set(self.layouts)) | parts
 
     @functools.cached_property
+    def stands_for(self) -> dict[str, int]:  # type: ignore[override]
+        """The codes of a weight stand for its numbers; its other parts are no parameters."""
+        parts = {path: tree.paths(tree.get(self.abstract_params, path)) for path in self.layouts}
+        counts = {
+            f"{path}.{part}": math.prod(self.layouts[path].shape) if part == "codes" else 0
+            for path, found in parts.items()
+            for part in found
+        }
+        return {**self.base.stands_for, **counts}
+
+    @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:  # type: ignore[override]
         """The segments of `base`, which dequantise what they use."""
         return tuple(map(self._segment, self.base.segments))
+
+    def over(self, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        """The segments, which dequantise what they use."""
+        return tuple(map(self._segment, self.base.over(segments)))
+
+    def plain_params(self, params: Tree) -> Tree:
+        """The parameters of `plain`, in which objects stand for quantised weights."""
+        like = self.base.abstract_params
+        for path, layout in self.layouts.items():
+            weight = QuantisedWeight(tree.get(params, path), layout, tree.get(like, path).dtype)
+            params = tree.replace(params, path, weight)
+        return self.base.plain_params(params)
 
     def _segment(self, segment: Segment) -> Segment:
         weights = tuple(

@@ -1,8 +1,8 @@
 """Rollouts: answers that the policy gives while it is trained, what they are worth, and the batches that are made of them."""
 
-from mpar.rollouts._advantages import advantages
+from mpar.rollouts._advantages import TokenAdvantages, advantages
 from mpar.rollouts._batches import RolloutBatches
-from mpar.rollouts._draw import Drawing, Exchange
+from mpar.rollouts._draw import Drawing, Exchange, Measure
 from mpar.rollouts._files import RolloutFile, RolloutHeader, list_rollouts, read_rollouts
 from mpar.rollouts._plan import RolloutPlan
 from mpar.rollouts._prompts import Prompts
@@ -16,6 +16,7 @@ __all__ = [
     "Drawn",
     "EngineSampler",
     "Exchange",
+    "Measure",
     "Prompts",
     "Reward",
     "RewardSpec",
@@ -25,6 +26,7 @@ __all__ = [
     "RolloutHeader",
     "RolloutPlan",
     "Sampler",
+    "TokenAdvantages",
     "advantages",
     "list_rollouts",
     "make_rewards",

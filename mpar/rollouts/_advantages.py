@@ -2,13 +2,62 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["Baseline", "Scale", "advantages", "is_even"]
+import torch
+from torch import Tensor
+
+from mpar.rollouts._rollout import Rollout
+from mpar.tasks import gae, token_rewards, whitened
+
+__all__ = ["Baseline", "Scale", "TokenAdvantages", "advantages", "is_even", "with_token_advantages"]
 
 Scale = Literal["group", "batch", "none"]
 Baseline = Literal["mean", "others"]
 _EPSILON = 1e-4  # as TRL and ms-swift have it: groups of nearly equal rewards do not explode
+
+
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """How advantages of tokens are made: beta, gamma and lam are those of `mpar.tasks.Ppo`."""
+
+    beta: float
+    gamma: float
+    lam: float
+
+
+def with_token_advantages(rollouts: Sequence[Rollout], counted: Sequence[bool], how: TokenAdvantages) -> list[Rollout]:
+    """The rollouts with `token_advantages` and `returns` of their tokens, from `values`, and with beta also `reference_logps`.
+
+    Rewards of tokens, advantages and returns are those of `token_rewards` and `gae`. Advantages are then `whitened` over the
+    tokens of all rollouts that are counted; the others have none.
+    """
+    lengths_R = torch.tensor([len(rollout.answer_ids) for rollout in rollouts])
+    scores_R = torch.tensor([rollout.reward or 0.0 for rollout in rollouts], dtype=torch.float64)
+    logps_RS = _padded([rollout.logps for rollout in rollouts])
+    values_RS = _padded([rollout.of_tokens["values"] for rollout in rollouts])
+    reference_RS = _padded([rollout.of_tokens["reference_logps"] for rollout in rollouts]) if how.beta else logps_RS
+    rewards_RS = token_rewards(scores_R, logps_RS, reference_RS, lengths_R, beta=how.beta)
+    advantages_RS, returns_RS = gae(rewards_RS, values_RS, gamma=how.gamma, lam=how.lam)
+    inside_RS = torch.arange(logps_RS.shape[1]) < lengths_R[:, None]
+    advantages_RS = whitened(advantages_RS, inside_RS & torch.tensor(counted)[:, None])
+    return [
+        replace(
+            rollout,
+            of_tokens={
+                **rollout.of_tokens,
+                "token_advantages": tuple(advantages_RS[row, : len(rollout.answer_ids)].tolist()),
+                "returns": tuple(returns_RS[row, : len(rollout.answer_ids)].tolist()),
+            },
+        )
+        for row, rollout in enumerate(rollouts)
+    ]
+
+
+def _padded(rows: Sequence[Sequence[float]]) -> Tensor:
+    """(R, S): the numbers of each row, and zeros."""
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.float64) for row in rows], batch_first=True)
 
 
 def advantages(rewards: Sequence[Sequence[float | None]], scale: Scale, baseline: Baseline = "mean") -> list[list[float]]:

@@ -1,7 +1,8 @@
 """Batches of rollouts: what training reads, made of answers that the policy gives as training goes on."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from mpar.data import Batches, DocumentBatches
 from mpar.errors import CheckpointError, ConfigError, NumericsError, RewardError
-from mpar.rollouts._draw import Drawing, draw, numbers_of, with_advantages
+from mpar.rollouts._advantages import with_token_advantages
+from mpar.rollouts._draw import Drawing, Measure, draw, numbers_of, with_advantages
 from mpar.rollouts._files import RolloutFile, RolloutHeader, read_rollouts, rollout_path, write_rollouts
 from mpar.rollouts._plan import RolloutPlan
 from mpar.rollouts._rollout import Rollout
@@ -20,6 +22,8 @@ from mpar.rollouts._rollout import Rollout
 __all__ = ["RolloutBatches"]
 
 ANSWER_KEYS: Mapping[str, tuple[torch.dtype, float]] = {"old_logps": (torch.float32, 0.0), "answers": (torch.int64, -1)}
+TOKEN_KEYS: Mapping[str, str] = {"values": "old_values", "token_advantages": "token_advantages", "returns": "returns"}
+"""What is known of the tokens of answers, and the keys of batches that have it."""
 
 
 class RolloutBatches(Batches):
@@ -46,7 +50,8 @@ class RolloutBatches(Batches):
     @property
     def data_fingerprint(self) -> str:
         """A hash of the prompts, the plan and the rewards."""
-        return hashlib.sha256(repr((self.prompts.data_fingerprint, self.plan, self._rewards)).encode()).hexdigest()
+        content = f"({self.prompts.data_fingerprint!r}, {self.plan.fingerprint}, {self._rewards!r})"
+        return hashlib.sha256(content.encode()).hexdigest()
 
     @property
     def reads_ahead(self) -> bool:
@@ -88,7 +93,8 @@ class RolloutBatches(Batches):
         if step % self.plan.steps == 0 and means.get("apart", 0.0) > 0:
             raise NumericsError(
                 f"training stopped: sampler and trainer are out of step. {means['apart']:.2%} of the tokens that were just drawn "
-                f"have log-probabilities that differ by more than task.bar; the mean difference is {means.get('gap', 0.0):.3g}.\n"
+                f"have log-probabilities that differ by more than task.bar; the mean difference is {means.get('gap', 0.0):.3g}, "
+                f"the largest {means.get('gap_highest', 0.0):.3g}.\n"
                 "Both compute with the same parameters, so one of them is wrong, or rounds more than the bar allows: compare "
                 "with precision=fp32, or raise task.bar."
             )
@@ -105,7 +111,7 @@ class RolloutBatches(Batches):
         return [rollout.name for rollout in self._in_row(step, row)]
 
     def rows(self, step: int, rows: Sequence[int]) -> dict[str, Tensor]:
-        """These rows of `batch(step)`, with the keys of `Batches.batch`, and
+        """These rows of `batch(step)`, with the keys of `Batches.batch`, and those of TOKEN_KEYS, (B, S), if they are known, and
 
         answers:    (B, S), the index in its row of the answer for which the label counts, else -1.
         old_logps:  (B, S), the log-probability of the label when it was drawn.
@@ -114,14 +120,18 @@ class RolloutBatches(Batches):
         made = super().rows(step, rows)
         size, count = (len(rows), self.shape.seq_len), self.plan.answers_per_row
         made |= {key: torch.full(size, fill, dtype=dtype) for key, (dtype, fill) in ANSWER_KEYS.items()}
+        made |= {key: torch.zeros(size) for key in TOKEN_KEYS.values()}
         made |= {"advantages": torch.zeros(len(rows), count), "signs": torch.full((len(rows), count), -1)}
         for out, row in enumerate(rows):
             place = 0
             for index, rollout in enumerate(self._in_row(step, row)):
                 begin, end = place + len(rollout.prompt_ids) - 1, place + rollout.num_positions
-                if self._counts(rollout):
+                if self.plan.learns_from(rollout):
                     made["answers"][out, begin:end] = index
-                    made["old_logps"][out, begin:end] = torch.tensor(rollout.logps)
+                    if rollout.logps:
+                        made["old_logps"][out, begin:end] = torch.tensor(rollout.logps)
+                    for name in rollout.of_tokens.keys() & TOKEN_KEYS.keys():
+                        made[TOKEN_KEYS[name]][out, begin:end] = torch.tensor(rollout.of_tokens[name])
                     made["advantages"][out, index] = rollout.advantage
                     made["signs"][out, index] = 1
                 place = end
@@ -139,7 +149,7 @@ class RolloutBatches(Batches):
             arrays["tokens"][here] = ids[:-1]
             arrays["positions"][here] = np.arange(rollout.num_positions)
             arrays["documents"][here] = index
-            if self._counts(rollout):
+            if self.plan.learns_from(rollout):
                 begin = place + len(rollout.prompt_ids) - 1
                 arrays["labels"][begin : here.stop] = rollout.answer_ids
             place = here.stop
@@ -148,18 +158,16 @@ class RolloutBatches(Batches):
         assert step // self.plan.steps == self._number, f"begin was not called for step {step}"
         return [self._rollouts[index] for index in self.plan.answers_of(step, row)]
 
-    def _counts(self, rollout: Rollout) -> bool:
-        """Whether training learns from an answer."""
-        return rollout.reward is not None and not (self.plan.drop_truncated and rollout.finish == "length")
-
     def _draw(self, number: int, step: int, params: Mapping[str, Tensor]) -> Mapping[str, float]:
         """Draw rollout `number`, write it, and return what is worth seeing of it."""
         assert self._drawing is not None and self._folder is not None, "draw_with was not called"
-        self._drawing.sampler.load(params)
+        for sampler in (self._drawing.sampler, self._drawing.teacher):
+            if sampler is not None:
+                sampler.load(params)
         rollouts, problem = draw(self._drawing, number)
         numbers: Mapping[str, float] = {}
         if problem is None:
-            rollouts = with_advantages(self.plan, rollouts)
+            rollouts = self._compared(number, rollouts, params)
             numbers = numbers_of(self.plan, rollouts)
         header = RolloutHeader(number, step, self.fingerprint, problem is None, numbers)
         if self._drawing.rank == 0:
@@ -169,6 +177,27 @@ class RolloutBatches(Batches):
             raise RewardError(f"{problem}\nThe answers are in {file}; a run that goes on draws the same ones again.")
         self._number, self._rollouts = number, tuple(rollouts)
         return numbers
+
+    def _compared(self, number: int, rollouts: list[Rollout], params: Mapping[str, Tensor]) -> list[Rollout]:
+        """The rollouts with advantages: of answers, and if the plan has them of tokens, with what is measured for that."""
+        assert self._drawing is not None
+        measure, by_token = self._drawing.measure, self.plan.by_token
+        if measure is not None:
+            self._number, self._rollouts = number, tuple(rollouts)
+            rollouts = [rollout for step in range(self.plan.num_batches) for rollout in self._measured(step, measure, params)]
+        if by_token is not None:
+            return with_token_advantages(rollouts, [self.plan.learns_from(rollout) for rollout in rollouts], by_token)
+        return with_advantages(self.plan, rollouts) if self.plan.rewarded else rollouts
+
+    def _measured(self, step: int, measure: Measure, params: Mapping[str, Tensor]) -> Iterator[Rollout]:
+        """The answers in a batch of the present rollout, with numbers of their tokens."""
+        found = measure(params, self.batch(self._number * self.plan.steps + step))
+        for row in range(self.shape.batch_size):
+            place = 0
+            for rollout in self._in_row(self._number * self.plan.steps + step, row):
+                begin, place = place + len(rollout.prompt_ids) - 1, place + rollout.num_positions
+                of_tokens = {name: tuple(x_BS[row, begin:place].tolist()) for name, x_BS in found.items()}
+                yield replace(rollout, of_tokens=of_tokens)
 
     def _read(self, number: int) -> None:
         """The answers of a rollout that was drawn before this process began."""

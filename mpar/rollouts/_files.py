@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,9 @@ def read_rollouts(path: Path) -> RolloutFile:
 
 
 def _rollout(plain: dict[str, Any]) -> Rollout:
-    wanted = {item.name for item in fields(Rollout)}
-    if set(plain) != wanted:
+    known = {item.name: item.default is MISSING and item.default_factory is MISSING for item in fields(Rollout)}
+    wanted = {name for name, needed in known.items() if needed}
+    if not wanted <= set(plain) <= set(known):
         raise ValueError(f"a line has {sorted(plain)}, and must have {sorted(wanted)}")
-    return Rollout(**{**plain, **{name: tuple(plain[name]) for name in _TUPLES}})
+    of_tokens = {name: tuple(values) for name, values in plain.get("of_tokens", {}).items()}
+    return Rollout(**{**plain, **{name: tuple(plain[name]) for name in _TUPLES}, "of_tokens": of_tokens})

@@ -1,10 +1,11 @@
 """The plan of rollouts: how many answers are drawn at a time, how they lie in batches, and how often each is learned from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mpar.data import BatchShape
 from mpar.errors import ConfigError
-from mpar.rollouts._advantages import Baseline, Scale
+from mpar.rollouts._advantages import Baseline, Scale, TokenAdvantages
+from mpar.rollouts._rollout import Rollout
 
 __all__ = ["RolloutPlan"]
 
@@ -19,6 +20,9 @@ class RolloutPlan:
     num_batches:       the batches that are drawn at a time, with the same parameters. num_rounds: how often each is learned from.
     max_redraws:       how often a group in which all rewards are equal is replaced by one for another prompt (DAPO).
     drop_truncated:    do not learn from answers that did not end by themselves.
+    by_token:          advantages of tokens, from values that are measured when answers are drawn; None: of answers.
+    rewarded:          whether answers have rewards, without which they are not learned from.
+    policy_share:      the share of answers that the policy draws; the others are those of the data, or the `teacher`'s.
     Raises ConfigError with all sizes that do not fit each other.
     """
 
@@ -32,10 +36,16 @@ class RolloutPlan:
     baseline: Baseline = "mean"
     max_redraws: int = 0
     drop_truncated: bool = False
+    by_token: TokenAdvantages | None = field(default=None, repr=False)
+    rewarded: bool = field(default=True, repr=False)
+    policy_share: float = field(default=1.0, repr=False)
+    teacher: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
-        least = {"group_size": 2, "max_prompt_tokens": 2, "max_tokens": 1, "num_batches": 1, "num_rounds": 1, "max_redraws": 0}
+        least = {"group_size": 1, "max_prompt_tokens": 2, "max_tokens": 1, "num_batches": 1, "num_rounds": 1, "max_redraws": 0}
         problems = [f"{name}={getattr(self, name)} is below {low}" for name, low in least.items() if getattr(self, name) < low]
+        if self.group_size == 1 and self.rewarded and self.by_token is None:
+            problems.append("group_size=1: the answers to a prompt are compared with each other, so there must be two")
         if self.answers_per_row < 1:
             problems.append(
                 f"a row has seq_len={self.shape.seq_len} positions, and a prompt with its answer may take {self._positions}: "
@@ -73,6 +83,17 @@ class RolloutPlan:
     def steps(self) -> int:
         """For how many updates answers are drawn at a time."""
         return self.num_batches * self.num_rounds
+
+    def learns_from(self, rollout: Rollout) -> bool:
+        """Whether training learns from an answer."""
+        given = rollout.reward is not None or not self.rewarded
+        return given and not (self.drop_truncated and rollout.finish == "length")
+
+    @property
+    def fingerprint(self) -> str:
+        """What batches depend on, in words: those of before there were advantages of tokens, where there are none."""
+        more = [self.by_token, self.rewarded, self.policy_share, self.teacher]
+        return repr(self) if more == [None, True, 1.0, False] else repr((self, more))
 
     def answers_of(self, step: int, row: int) -> range:
         """The answers, of those drawn at a time, that are in a row of the batch of `step`."""

@@ -1,6 +1,6 @@
 """The runtime: state, the run of one rank, its device and its communication. It loads programs, but not the compiler."""
 
-from mpar.runtime._batch import batch_rows, cut_rows, rows_of
+from mpar.runtime._batch import batch_rows, cut_rows, positions_in_order, rows_of
 from mpar.runtime._bind import bind
 from mpar.runtime._capture import Replay
 from mpar.runtime._load import load
@@ -26,6 +26,7 @@ __all__ = [
     "exchange",
     "init_state",
     "load",
+    "positions_in_order",
     "rows_of",
     "simulate",
 ]

@@ -11,7 +11,7 @@ from mpar.runtime._state import Expected, check_given
 from mpar.shards import shard
 from mpar.spec import P
 
-__all__ = ["batch_key", "batch_rows", "cut_rows", "rows_of"]
+__all__ = ["batch_key", "batch_rows", "cut_rows", "positions_in_order", "rows_of"]
 
 
 def rows_of(program: ProgramData, rank: int) -> tuple[int, ...]:
@@ -65,6 +65,11 @@ def batch_rows(program: ProgramData, batch: Mapping[str, Tensor], rank: int) -> 
     check_given("this batch", expected, batch)
     rows = torch.tensor(rows_of(program, rank))
     return cut_rows(program, {key: x[rows] if x.ndim > 1 else x for key, x in batch.items()}, rank)
+
+
+def positions_in_order(program: ProgramData, x_BS: Tensor) -> Tensor:
+    """A result of a program of forwards, whose positions are as ranks have them, with its positions in the order of the rows."""
+    return x_BS[:, sequence_order(x_BS.shape[1], program.order_parts).argsort().to(x_BS.device)]
 
 
 def _whole_rows(program: ProgramData, leaf: Leaf, num_rows: int) -> Expected:

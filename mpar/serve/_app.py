@@ -24,7 +24,7 @@ from mpar.serve._asked import Asked, read_chat, read_completion
 from mpar.serve._metrics import metrics_text
 from mpar.serve._objects import Reply
 from mpar.serve._refusal import Refusal
-from mpar.serve._worker import Grown, Job, Worker
+from mpar.serve._worker import Job, Worker
 
 __all__ = ["ServeOptions", "make_app"]
 
@@ -188,10 +188,10 @@ class _Server:
         reply = Reply(asked, job, self.options.model, self.tokenizer.decode, chat=chat, thinks=thinks)
         if asked.streams:
             return _Stream(reply, job, self.worker)
-        gone = asyncio.create_task(_disconnected(request))
+        gone = _told_of_leaving(request, job)
         try:
             while not reply.is_complete:
-                grown = await _next(job, gone)
+                grown = await job.events.get()
                 if grown is None:
                     return Response(status_code=499)
                 if grown.error is not None:
@@ -267,22 +267,15 @@ def _own_errors(work: Callable[[], Any]) -> Any:
         raise Refusal(400, str(error)) from None
 
 
-async def _disconnected(request: Request) -> None:
-    """Wait until the client has left."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+def _told_of_leaving(request: Request, job: Job) -> asyncio.Task[None]:
+    """A task that waits until the client has left, and then tells so in the events of the job."""
 
+    async def wait() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        job.events.put_nowait(None)
 
-async def _next(job: Job, gone: asyncio.Task[None]) -> Grown | None:
-    """The next that comes for a job; None if the client leaves before."""
-    if not job.events.empty():
-        return job.events.get_nowait()
-    event = asyncio.create_task(job.events.get())
-    await asyncio.wait({event, gone}, return_when=asyncio.FIRST_COMPLETED)
-    if event.done():
-        return event.result()
-    event.cancel()
-    return None
+    return asyncio.create_task(wait())
 
 
 class _Stream(Response):
@@ -295,11 +288,11 @@ class _Stream(Response):
         del self.headers["content-length"]  # it has no end that is known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.create_task(_disconnected(Request(scope, receive)))
+        gone = _told_of_leaving(Request(scope, receive), self.job)
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             while not self.reply.is_complete:
-                grown = await _next(self.job, gone)
+                grown = await self.job.events.get()
                 if grown is None:
                     return
                 if grown.error is not None:

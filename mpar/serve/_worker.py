@@ -35,6 +35,7 @@ class Job:
     """Prompts that one request asks to continue, each `num_choices` times. `events` belongs to the event loop `loop`.
 
     scores_prompts: whether log-probabilities of the prompts' own tokens are wanted, too.
+    events:         what has come; None: the client has left.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -42,7 +43,7 @@ class Job:
     num_choices: int
     scores_prompts: bool
     loop: asyncio.AbstractEventLoop
-    events: asyncio.Queue[Grown] = field(default_factory=asyncio.Queue)
+    events: asyncio.Queue[Grown | None] = field(default_factory=asyncio.Queue)
     is_cancelled: bool = False
     num_shared: int = 0
 
@@ -79,6 +80,7 @@ class Worker(threading.Thread):
         self._places: dict[Answer, tuple[Job, int, int]] = {}  # its job, its index there, and how many of its tokens were told
         self._jobs: dict[Job, int] = {}  # jobs that have not ended, with their numbers of answers that have not
         self._num_queued = 0  # answers that the event loop has asked for and the thread has not begun yet
+        self._prepares = True  # whether the runner has something to prepare
         self._lock = threading.Lock()
 
     @property
@@ -126,8 +128,7 @@ class Worker(threading.Thread):
         try:
             while self._take_commands():
                 began = time.monotonic()
-                for answer in self.assistant.step():
-                    self._tell(answer)
+                _deliver([self._growth(answer) for answer in self.assistant.step()])
                 self.counts.steps += 1
                 self.counts.step_s += time.monotonic() - began
         except Exception as error:
@@ -147,12 +148,17 @@ class Worker(threading.Thread):
         self.on_failure()
 
     def _take_commands(self) -> bool:
-        """Do all commands; wait for one while there is nothing to answer. Returns False when the thread is to end."""
+        """Do all commands; while there is nothing to answer, prepare for later steps, and then wait for a command. Returns False
+        when the thread is to end."""
         while True:
+            is_idle = self.assistant.is_idle
             try:
-                command = self._commands.get(block=self.assistant.is_idle)
+                command = self._commands.get(block=is_idle and not self._prepares)
             except queue.Empty:
-                return True
+                if not is_idle:
+                    return True
+                self._prepares = self.assistant.engine.runner.prepare_next()
+                continue
             if command is None:
                 return False
             command()
@@ -184,8 +190,8 @@ class Worker(threading.Thread):
             self._end(answer, "cancelled")
         self._jobs.pop(job, None)
 
-    def _tell(self, answer: Answer) -> None:
-        """Tell what an answer has grown by."""
+    def _growth(self, answer: Answer) -> tuple[Job, Grown]:
+        """What an answer has grown by, and of which job it is."""
         job, index, told = self._places[answer]
         request = answer.request
         if told == 0:
@@ -193,9 +199,10 @@ class Worker(threading.Thread):
             self.counts.shared_tokens += request.num_shared or 0
         self._places[answer] = (job, index, len(request.chosen))
         self.counts.answer_tokens += len(request.chosen) - told
-        job.tell(Grown(index, answer.take(), request.chosen[told:], request.finish))
+        grown = Grown(index, answer.take(), request.chosen[told:], request.finish)
         if request.finish is not None:
             self._end(answer, request.finish)
+        return job, grown
 
     def _end(self, answer: Answer, why: str) -> None:
         job, _, _ = self._places.pop(answer)
@@ -203,3 +210,14 @@ class Worker(threading.Thread):
         if self._jobs[job] == 0:
             del self._jobs[job]
         self.counts.ended[why] = self.counts.ended.get(why, 0) + 1
+
+
+def _deliver(told: Sequence[tuple[Job, Grown]]) -> None:
+    """Let the event loop know what a step has brought: it is woken once, not once for each answer."""
+
+    def put(pairs: Sequence[tuple[Job, Grown]]) -> None:
+        for job, grown in pairs:
+            job.events.put_nowait(grown)
+
+    for loop in {job.loop for job, _ in told}:
+        loop.call_soon_threadsafe(put, [(job, grown) for job, grown in told if job.loop is loop])

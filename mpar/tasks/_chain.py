@@ -3,19 +3,20 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mpar import tree
-from mpar.chain import Axes, Segment, is_axes
+from mpar.chain import HIGHEST, Axes, Segment, is_axes
 from mpar.errors import ConfigError
 from mpar.models import HiddenHead, LanguageHead, Trainable, WrappedModel
-from mpar.tasks._reference import REFERENCE, beside, joined_paths
+from mpar.tasks._reference import REFERENCE, as_many, beside, for_reference, joined_paths, of_reference_alone
 from mpar.tasks._task import Forward, Forwards, Task
 from mpar.tree import Tree
 
-__all__ = ["BESIDE_MODEL", "MEAN", "TaskChain", "task_means"]
+__all__ = ["BESIDE_MODEL", "MEAN", "Measured", "TaskChain", "task_means"]
 
 MEAN = ".mean"
 """How the names of those metrics of a segment end that are a sum and a count, of shape (2,)."""
@@ -35,30 +36,45 @@ class _TaskHead:
     reference: LanguageHead | None = None
     reference_reads: tuple[int, ...] = ()
 
-    def __call__(
-        self, params: tuple, x: Tensor | tuple[Tensor, Tensor], context: Mapping[str, Tensor], *, training: bool
-    ) -> tuple[None, dict[str, Tensor], dict[str, Tensor]]:
+    def forwards(self, params: tuple, x: Tensor | tuple[Tensor, Tensor], context: Mapping[str, Tensor]) -> Forwards:
+        """What the task is given."""
         policy_x, reference_x = x if isinstance(x, tuple) else (x, None)
         policy = Forward(self.policy, tuple(params[i] for i in self.policy_reads), policy_x, context)
         reference = None
         if self.reference is not None and reference_x is not None:
-            reference = Forward(self.reference, tuple(params[i] for i in self.reference_reads), reference_x, context)
-        extra = params[-1] if self.task.parameters else {}
-        loss, means = self.task.loss(Forwards(policy, reference, context, extra))
-        return (
-            None,
-            {"loss": loss},
-            {f"{name}{MEAN}": torch.stack([part.to(loss.dtype) for part in parts]).detach() for name, parts in means.items()},
-        )
+            of_reference = of_reference_alone(context)
+            reference = Forward(self.reference, tuple(params[i] for i in self.reference_reads), reference_x, of_reference)
+        return Forwards(policy, reference, context, params[-1] if self.task.parameters else {})
+
+    def __call__(
+        self, params: tuple, x: Tensor | tuple[Tensor, Tensor], context: Mapping[str, Tensor], *, training: bool
+    ) -> tuple[None, dict[str, Tensor], dict[str, Tensor]]:
+        loss, means = self.task.loss(self.forwards(params, x, context))
+        found = {}
+        for name, parts in means.items():
+            ending = HIGHEST if len(parts) == 1 else MEAN
+            found[f"{name}{ending}"] = torch.stack([part.to(loss.dtype) for part in parts]).detach()
+        return None, {"loss": loss}, found
+
+
+@dataclass(frozen=True)
+class _MeasuringHead(_TaskHead):
+    """The same, with what the task measures in the place of its loss."""
+
+    def __call__(  # type: ignore[override]
+        self, params: tuple, x: Tensor | tuple[Tensor, Tensor], context: Mapping[str, Tensor], *, training: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return dict(self.task.measure(self.forwards(params, x, context))), {}
 
 
 def task_means(metrics: Mapping[str, Tensor]) -> dict[str, float]:
-    """The metrics of a task among those of a step, as means; NaN where nothing was counted."""
+    """The metrics of a task among those of a step: means, NaN where nothing was counted, and highest values."""
     found = {}
     for name, value in metrics.items():
-        if name.endswith(MEAN):
-            total, count = value.tolist()
-            found[name.removesuffix(MEAN).partition(".")[2]] = total / count if count else float("nan")
+        if name.endswith((MEAN, HIGHEST)):
+            total, *count = value.tolist()
+            kept = name.removesuffix(MEAN).removesuffix(HIGHEST).partition(".")[2]
+            found[kept] = (total / count[0] if count[0] else float("nan")) if count else total
     return found
 
 
@@ -75,6 +91,7 @@ class TaskChain(WrappedModel):
     task: Task
     reference: Trainable | None = None
     shared: bool = False
+    make_head: ClassVar[type[_TaskHead]] = _TaskHead
 
     def __post_init__(self) -> None:
         problems = []
@@ -85,8 +102,10 @@ class TaskChain(WrappedModel):
                 problems.append(
                     f"the last segment of this {model.name} model does not give {given} (mpar.models.{wanted.__name__})"
                 )
-        if self.reference is not None and len(self.reference.segments) != len(self.base.segments):
-            problems.append("the reference model has another number of segments")
+        if self.reference is not None and self.reference.vocab_size != self.base.vocab_size:
+            problems.append(
+                f"the other model has a vocabulary of {self.reference.vocab_size} tokens, this one of {self.base.vocab_size}"
+            )
         if self.reference is not None and self.shared:
             trained = sorted(set(tree.paths(self.reference.abstract_params)) - self.base.frozen)
             if trained:
@@ -106,15 +125,18 @@ class TaskChain(WrappedModel):
         """Those of the model, side by side with those of the reference model, and the loss of the task."""
         *body, last = self.base.segments
         extra = (TASK,) if self.task.parameters else ()
+        out_axes = dict(self.task.measured) if self.make_head is _MeasuringHead else None
         if self.reference is None:
-            fn = _TaskHead(self.task, last.fn, tuple(range(len(last.paths))))  # type: ignore[arg-type]  # checked when made
-            return (*(Segment(s.name, s.fn, s.paths, s.out_axes) for s in body), Segment(last.name, fn, (*last.paths, *extra)))
+            fn = self.make_head(self.task, last.fn, tuple(range(len(last.paths))))  # type: ignore[arg-type]  # checked when made
+            paths = (*last.paths, *extra)
+            return (*(Segment(s.name, s.fn, s.paths, s.out_axes) for s in body), Segment(last.name, fn, paths, out_axes))
         *others, other_last = self.reference.segments
         prefix = "" if self.shared else REFERENCE
         paths, *reads = joined_paths(last, other_last, prefix)
-        fn = _TaskHead(self.task, last.fn, reads[0], other_last.fn, reads[1])  # type: ignore[arg-type]  # checked when made
+        fn = self.make_head(self.task, last.fn, reads[0], other_last.fn, reads[1])  # type: ignore[arg-type]  # checked when made
+        others = others if len(others) == len(body) else as_many(others, len(body))
         pairs = (beside(policy, reference, prefix) for policy, reference in zip(body, others, strict=True))
-        return (*pairs, Segment(last.name, fn, (*paths, *extra)))
+        return (*pairs, Segment(last.name, fn, (*paths, *extra), out_axes))
 
     @functools.cached_property
     def abstract_params(self) -> Tree:
@@ -158,7 +180,7 @@ class TaskChain(WrappedModel):
     def frozen(self) -> frozenset[str]:
         """Those of the model, all of the reference model, and the output matrix if the task reads no logits."""
         idle: set[str] = set()
-        if self.task.reads_hidden:
+        if not self.task.reads_logits:
             last = self.base.segments[-1]
             idle = {f"{last.paths[0]}.{name}" for name in last.fn.only_logits}  # type: ignore[attr-defined]
             idle &= set(tree.paths(self.base.abstract_params))
@@ -174,7 +196,10 @@ class TaskChain(WrappedModel):
     def context(self, batch: dict[str, Tensor], row_length: int | None = None) -> Mapping[str, Tensor]:
         """What the model makes of its part of the batch, and the entries of the task as they are."""
         own = {key: batch[key] for key in self.task.entries if key in batch}
-        context = {**self.base.context({key: x for key, x in batch.items() if key not in own}, row_length), **own}
+        of_model = {key: x for key, x in batch.items() if key not in own}
+        context = {**self.base.context(of_model, row_length), **own}
+        if self.reference is not None and self.reference.settings != self.base.settings and not self.shared:
+            context |= for_reference(context, self.reference.context(of_model, row_length))
         if "weight" in context:  # by which side losses are multiplied, because they are divided by the weight of the chain
             context["weight"] = self.weight(batch)
         return context
@@ -189,13 +214,15 @@ class TaskChain(WrappedModel):
         return f"{type(self.task).__name__} compares answers, which are not cut."
 
     @property
-    def multiplications(self) -> tuple[float, float]:
-        """Those of the model, and of the reference model, whose forward is a third of a step."""
-        weights, pairs = self.base.multiplications
-        if self.reference is None:
-            return weights, pairs
-        more_weights, more_pairs = self.reference.multiplications
-        return weights + more_weights / 3, pairs + more_pairs / 3
+    def stands_for(self) -> Mapping[str, int]:
+        """Those of the model, and of the reference model if it has parameters of its own."""
+        copied = {} if self.copied is None else self.copied.stands_for
+        return {**self.base.stands_for, **{f"{REFERENCE}.{path}": count for path, count in copied.items()}}
+
+    @property
+    def beside(self) -> Trainable | None:
+        """The reference model."""
+        return self.reference
 
     @property
     def copied(self) -> Trainable | None:
@@ -217,3 +244,19 @@ class TaskChain(WrappedModel):
             bounds = zip(leaf.shape, slices or [slice(None)] * leaf.ndim, strict=True)
             return torch.zeros([len(range(size)[cut]) for size, cut in bounds], dtype=leaf.dtype)
         return self.base.init_leaf(seed, path, slices)
+
+
+@dataclass(frozen=True)
+class Measured(TaskChain):
+    """The same chain for `compile_forward`, which ends with what the task measures: `Task.measured` are its results."""
+
+    make_head: ClassVar[type[_TaskHead]] = _MeasuringHead
+
+    @property
+    def batch_axes(self) -> dict[str, Axes]:
+        """The keys of the model: what is measured depends on tokens and labels alone."""
+        return self.base.batch_axes
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """That of the model."""
+        return self.base.weight(batch)

@@ -2,13 +2,68 @@
 own (Agarwal et al. 2023, arXiv:2306.13649, eq. 1 and 4)."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mpar.errors import ConfigError
+from mpar.tasks._task import BY_TOKEN, Entry, Forward, Forwards, Means, Task
 
-__all__ = ["generalised_jsd"]
+__all__ = ["Gkd", "generalised_jsd"]
+
+_NEVER = -1e30  # finite, so that nothing is multiplied with an infinite number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gkd(Task):
+    """The generalised Jensen-Shannon divergence of `generalised_jsd` from the teacher, the reference model of the chain; the mean
+    over the tokens of answers. Raises ConfigError if beta or the temperature is impossible."""
+
+    beta: float = 0.5
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_divergence(self.beta, self.temperature)
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """answers (B, S): the index in its row of the answer for which a label counts, or -1."""
+        return {"answers": Entry(BY_TOKEN, torch.int64)}
+
+    @property
+    def compares(self) -> bool:
+        """It compares the model with its teacher."""
+        return True
+
+    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The number of tokens of answers."""
+        return (batch["answers"] >= 0).sum()
+
+    def loss(self, forwards: Forwards) -> tuple[Tensor, Means]:
+        """The sum over tokens; `agreement` is how often both find the same token likeliest."""
+        assert forwards.reference is not None
+        counted_BS = forwards.batch["answers"] >= 0
+        student_BSV, teacher_BSV = _tokens_only(forwards.policy), _tokens_only(forwards.reference)
+        loss = generalised_jsd(student_BSV, teacher_BSV, counted_BS, beta=self.beta, temperature=self.temperature)
+        right_BS = (student_BSV.argmax(-1) == teacher_BSV.argmax(-1)).to(loss.dtype)
+        agreeing = torch.where(counted_BS, right_BS, 0.0).sum()
+        return loss, {"divergence": (loss, counted_BS.sum()), "agreement": (agreeing, counted_BS.sum())}
+
+
+def _tokens_only(forward: Forward) -> Tensor:
+    """Logits in float32 or wider, so low beyond the vocabulary that nothing there is ever likely."""
+    logits_BSV = forward.logits()
+    logits_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
+    index_V = torch.arange(logits_BSV.shape[-1], device=logits_BSV.device)
+    return torch.where(index_V < forward.head.vocab_size, logits_BSV, _NEVER)
+
+
+def check_divergence(beta: float, temperature: float) -> None:
+    """Raise ConfigError for a beta outside [0, 1] or a temperature that is not positive."""
+    if not 0 <= beta <= 1 or temperature <= 0:
+        raise ConfigError(f"cannot distil with beta={beta}, temperature={temperature}: beta is from 0 to 1, the other above 0")
 
 
 def generalised_jsd(
@@ -19,8 +74,7 @@ def generalised_jsd(
     student_BSV, teacher_BSV: logits, which are divided by `temperature`. beta 0 is KL(T || S), and 1 is KL(S || T).
     Raises ConfigError for a beta outside [0, 1] or a temperature that is not positive.
     """
-    if not 0 <= beta <= 1 or temperature <= 0:
-        raise ConfigError(f"cannot distil with beta={beta}, temperature={temperature}: beta is from 0 to 1, the other above 0")
+    check_divergence(beta, temperature)
     student_BSV, teacher_BSV = ((logits / temperature).log_softmax(-1) for logits in (student_BSV, teacher_BSV))
     if beta == 0:
         divergence_BS = _kl(teacher_BSV, student_BSV)

@@ -166,7 +166,7 @@ class Grpo(Task, GrpoLoss):
     """GRPO and its kin as a task, with the options of `GrpoLoss`.
 
     bar: log-probabilities of a policy that has not moved since the answers were drawn should differ by less; the metric `apart`
-        is the share of tokens that differ by more, `gap` the mean difference.
+        is the share of tokens that differ by more, `gap` the mean difference, `gap_highest` the largest.
     """
 
     bar: float = 0.01
@@ -201,4 +201,5 @@ class Grpo(Task, GrpoLoss):
         counted_BS = batch["answers"] >= 0
         gap_BS = torch.where(counted_BS, logps_BS.detach() - of.old_logps_BS, 0.0).abs()
         sums |= {"gap": gap_BS.sum(), "apart": _sum_where(gap_BS > self.bar)}
-        return loss, {name: (total, counted_BS.sum()) for name, total in sums.items()}
+        means: dict[str, tuple[Tensor, ...]] = {name: (total, counted_BS.sum()) for name, total in sums.items()}
+        return loss, {**means, "gap_highest": (gap_BS.amax(),)}

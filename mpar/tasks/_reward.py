@@ -37,8 +37,22 @@ class _ScoreTask(Task):
 
     @property
     def reads_hidden(self) -> bool:
-        """It reads features, and no logits."""
+        """It reads features."""
         return True
+
+    @property
+    def reads_logits(self) -> bool:
+        """It reads no logits."""
+        return False
+
+    @property
+    def measured(self) -> Mapping[str, Axes]:
+        """The score at each position."""
+        return {"scores": BY_TOKEN}
+
+    def measure(self, forwards: Forwards) -> Mapping[str, Tensor]:
+        """See `measured`."""
+        return {"scores": scores_of(forwards)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,9 @@ __all__ = ["BY_ANSWER", "BY_TOKEN", "Entry", "Forward", "Forwards", "Means", "Ta
 
 BY_TOKEN: Axes = ("batch", "seq")
 BY_ANSWER: Axes = ("batch", None)
-Means = Mapping[str, tuple[Tensor, Tensor]]
-"""Metrics by name, each as a sum and the count that it is divided by, so that the mean is right over microbatches and ranks."""
+Means = Mapping[str, tuple[Tensor, ...]]
+"""Metrics by name, each as a sum and the count that it is divided by, so that the mean is right over microbatches and ranks; or
+as one number, of which the highest of all microbatches is reported."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,13 @@ class Task(ABC):
 
     @property
     def reads_hidden(self) -> bool:
-        """Whether it reads features, and the output matrix of the model has no use."""
+        """Whether it reads features."""
         return False
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether it reads log-probabilities or logits; if not, the output matrix of the model has no use."""
+        return True
 
     @property
     def reads_prompts(self) -> bool:
@@ -107,3 +113,13 @@ class Task(ABC):
     @abstractmethod
     def loss(self, forwards: Forwards) -> tuple[Tensor, Means]:
         """The sum of the losses of all pairs, answers or tokens, and metrics."""
+
+    @property
+    def measured(self) -> Mapping[str, Axes]:
+        """What `measure` gives, by name, with its logical axes. Where batches are made of answers that the model gives, those
+        entries that depend on its parameters at that time are made of these numbers."""
+        return {}
+
+    def measure(self, forwards: Forwards) -> Mapping[str, Tensor]:
+        """The numbers that `measured` names, of the answers in a batch."""
+        return {}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mpar.train._place import Phase, Place, read_place
     from mpar.train._plug_ins import PLUGGABLE, plug_ins, values_of_reference, with_options
     from mpar.train._reference import Reference, with_reference
-    from mpar.train._rollouts import ROLLOUTS_FOLDER, draw_rollouts
+    from mpar.train._rollouts import ROLLOUTS_FOLDER, RolloutPrograms, draw_rollouts
     from mpar.train._run_data import RunData, load_data, make_tokenizer, training_data
     from mpar.train._saving import Saving
     from mpar.train._setup import (
@@ -102,6 +102,7 @@ _HOME = {
     "Reference": "_reference",
     "with_reference": "_reference",
     "ROLLOUTS_FOLDER": "_rollouts",
+    "RolloutPrograms": "_rollouts",
     "draw_rollouts": "_rollouts",
     "RunData": "_run_data",
     "load_data": "_run_data",
@@ -153,6 +154,7 @@ __all__ = [
     "Progress",
     "Rank",
     "Reference",
+    "RolloutPrograms",
     "RunData",
     "RunSetup",
     "Saving",

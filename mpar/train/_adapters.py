@@ -1,13 +1,13 @@
 """The adapters of a configuration: what they make of the model, of its optimizer, and of its folders."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from mpar.adapters import AdaptedModel, LoRA, add
-from mpar.models import Trainable
+from mpar.models import Trainable, WrappedModel
 from mpar.optim import Optimizer, ScaledRates
 from mpar.train._config import AdapterConfig
 
-__all__ = ["adapted", "adapted_part", "with_rates"]
+__all__ = ["adapted", "adapted_part", "with_rates", "without_adapters"]
 
 
 def adapted(group: AdapterConfig, model: Trainable) -> Trainable:
@@ -15,6 +15,14 @@ def adapted(group: AdapterConfig, model: Trainable) -> Trainable:
     if group.kind is None:
         return model
     return add(model, LoRA(**{name: value for name, value in asdict(group).items() if name != "kind"}))
+
+
+def without_adapters(model: Trainable) -> Trainable:
+    """`model` without its adapters, whose parameters are some of those of `model`; it may be quantised as `model` is."""
+    if isinstance(model, AdaptedModel):
+        return model.base
+    assert isinstance(model, WrappedModel), "it has no adapters"
+    return replace(model, base=without_adapters(model.base))  # type: ignore[type-var]  # every subclass is a dataclass
 
 
 def with_rates(group: AdapterConfig, optimizer: Optimizer) -> Optimizer:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from mpar.data import TokenWeights
 from mpar.errors import ConfigError
-from mpar.train._config import EvaluationConfig, ModelConfig, OptimizerConfig, TrainConfig
+from mpar.train._config import EvaluationConfig, ModelConfig, OptimizerConfig, TaskConfig, TrainConfig
 from mpar.train._duration import deadline_after
 from mpar.train._key import within_bounds
 from mpar.train._learning_rate import make_learning_rate
@@ -22,6 +22,8 @@ _KINDS = {
     "kto": ("kto",),
     "prm": ("prm",),
     "grpo": ("prompt",),
+    "ppo": ("prompt",),
+    "gkd": ("sft", "prompt"),
 }  # the rows that a task learns from, if not pairs
 _DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 
@@ -80,9 +82,9 @@ def _of_task(config: TrainConfig) -> Iterator[str]:
     if task.plugin is None and task.kind not in kinds:
         yield (
             f"task.kind={task.kind} with task.learn={task.learn}, which learns from {' or '.join(kinds)}: choose both by "
-            "task=sft, pt, dft, dpo, orpo, simpo, cpo, reward, kto or grpo"
+            "task=sft, pt, dft, dpo, orpo, simpo, cpo, reward, kto, prm, grpo, ppo or gkd"
         )
-    needed = 2 if task.learn not in ("next_token", "dft", "prm", "grpo") else 1
+    needed = 2 if task.learn not in ("next_token", "dft", "prm", "grpo", "ppo", "gkd") else 1
     if task.answers < needed or task.answers % needed:
         yield f"task.answers={task.answers}: answers come in twos with task.learn={task.learn}, so it must be an even number"
     if task.reference == "columns" and config.data.stream:
@@ -94,19 +96,47 @@ def _of_task(config: TrainConfig) -> Iterator[str]:
 
 def _of_rollouts(config: TrainConfig) -> Iterator[str]:
     task = config.task
-    if task.kind != "prompt":
+    given = [name for name, default in (("lmbda", 0.5), ("seq_kd", False), ("teacher", None)) if getattr(task, name) != default]
+    if task.learn != "gkd" and given:
+        yield f"{', '.join(f'task.{name}' for name in given)}: only task.learn=gkd has a teacher"
+    if not task.draws:
         return
-    if not task.rewards:
+    if task.learn == "gkd":
+        yield from _of_teacher(task)
+    elif not task.rewards:
         yield "task.rewards is empty: name what answers are worth, such as [exact], or module:function of your own"
     if task.reward_weights is not None and len(task.reward_weights) != len(task.rewards):
         yield f"task.reward_weights has {len(task.reward_weights)} numbers for {len(task.rewards)} rewards"
     unknown = [name for name in task.reward_options if name not in task.rewards]
     if unknown:
         yield f"task.reward_options is for {', '.join(unknown)}, which task.rewards={list(task.rewards)} does not have"
+    if task.reward_time_s >= config.timeout_s and task.rewards:
+        yield (
+            f"task.reward_time_s={task.reward_time_s:g} is not below timeout_s={config.timeout_s:g}: the other ranks would give "
+            "up before a reward that takes too long is named"
+        )
     if config.evaluation.sources is not None or config.evaluation.fraction is not None:
-        yield "evaluation: the loss of task.kind=prompt is about answers that are drawn in training; leave evaluation out"
+        yield "evaluation: the loss of such a task is about answers that are drawn in training; leave evaluation out"
+    rates = {"model": config.model.dropout, "adapter": config.adapter.dropout}
+    yield from (
+        f"{name}.dropout={rate}: answers are drawn without dropout, so that an update would meet other probabilities than those "
+        "with which they were drawn; use 0"
+        for name, rate in rates.items()
+        if rate
+    )
     if config.data.stream:
         yield "data.stream=true: prompts are drawn in an order of their own, and are kept in memory"
+
+
+def _of_teacher(task: TaskConfig) -> Iterator[str]:
+    if task.teacher is None:
+        yield "task.teacher is missing: task.learn=gkd needs a Hugging Face folder, or a run with one, of the same vocabulary"
+    if task.rewards:
+        yield "task.rewards: task.learn=gkd learns from every answer, whatever it is worth"
+    if task.kind == "prompt" and task.lmbda < 1 and not task.seq_kd:
+        yield f"task.kind=prompt with task.lmbda={task.lmbda:g}: prompts have no answers; use kind=sft, lmbda=1 or seq_kd=true"
+    if task.seq_kd and task.lmbda == 1:
+        yield "task.seq_kd=true with task.lmbda=1: the model draws all answers itself, so the teacher draws none"
 
 
 def _of_token_weights(given: str) -> list[str]:

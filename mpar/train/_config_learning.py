@@ -124,12 +124,12 @@ class DataGroup:
 class TaskConfig(RolloutKeys):
     """What is learned from the data."""
 
-    kind: Literal["sft", "pt", "preference", "kto", "prompt"] = key(
+    kind: Literal["sft", "pt", "preference", "kto", "prm", "prompt"] = key(
         "rows of the data: sft: conversations, with labels on answers; pt: plain text, with labels on every token; preference: "
-        "pairs of a chosen and a rejected answer; kto: answers with a label; prompt: questions that the model answers as it is "
-        "trained"
+        "pairs of a chosen and a rejected answer; kto: answers with a label; prm: answers in steps, each with a label; prompt: "
+        "questions that the model answers as it is trained"
     )
-    learn: Literal["next_token", "dpo", "kto", "orpo", "cpo", "reward", "prm", "dft", "grpo"] = key(
+    learn: Literal["next_token", "dpo", "kto", "orpo", "cpo", "reward", "prm", "dft", "grpo", "ppo", "gkd"] = key(
         "what is learned from them; the keys from `loss` to `centre` are its options, null: its default",
         default="next_token",
     )
@@ -158,7 +158,7 @@ class TaskConfig(RolloutKeys):
         "dpo: what holds the model to the reference model", default=None
     )
     divergence_alpha: float | None = key("dpo: of divergence=alpha", default=None)
-    gamma: float | None = key("cpo with loss=simpo: the margin", default=None, at_least=0)
+    gamma: float | None = key("cpo with loss=simpo: the margin; ppo: what the next token discounts", default=None, at_least=0)
     cpo_alpha: float | None = key("cpo: adds so much of the loss of the chosen answer", default=None, at_least=0)
     prompt: bool | None = key("orpo: whether the tokens of the prompt are learned, too", default=None)
     desirable_weight: float | None = key("kto: what good answers weigh", default=None, at_least=0)
@@ -175,6 +175,11 @@ class TaskConfig(RolloutKeys):
         default=None,
     )
     options: dict[str, Any] = key("parameters of the plug-in; `task.NAME=value` sets one", default_factory=dict)
+
+    @property
+    def draws(self) -> bool:
+        """Whether training learns from answers that it draws itself."""
+        return self.kind == "prompt" or self.learn == "gkd"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -154,7 +154,7 @@ def _no_gradient(config: TrainConfig, before: Health, seen: Seen) -> list[str]:
             f"{seen.weight:.0f} labels are trained on, so the loss does not depend on the parameters, or every gradient is too "
             "small for its dtype (compare precision=fp32)"
         )
-    if seen.weight > 0 and config.task.kind == "prompt":
+    if seen.weight > 0 and config.task.draws:
         causes = "all answers of each group were worth the same, so there is nothing to learn from (task.max_redraws)"
     problem = f"the gradient norm is exactly zero in step {seen.step}: {causes}"
     if config.on_zero_gradient == "stop":

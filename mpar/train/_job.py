@@ -1,6 +1,7 @@
 """Job: what a launcher hands to the ranks of its node, as plain data in a folder that only its owner can write."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mpar import plain
@@ -20,7 +21,9 @@ class Job:
     Hugging Face folder that has the first parameters of a fresh start, if any. changes: what differs from the configuration that
     the checkpoint records, a line each. fingerprint: of the data, as they were when the job was prepared.
     optimizer_steps: for how many steps the learning rate is made; None: those of the configuration. reference: the program that
-    gives the log-probabilities of a reference model before the first step, if the batches of the run have them."""
+    gives the log-probabilities of a reference model before the first step, if the batches of the run have them.
+    measure: the program that gives what the task measures of answers. scorers: those that score answers, by the folder of the
+    reward model."""
 
     config: TrainConfig
     resolved: PlainConfig
@@ -32,6 +35,8 @@ class Job:
     fingerprint: str = ""
     optimizer_steps: int | None = None
     reference: Program | None = None
+    measure: Program | None = None
+    scorers: Mapping[str, Program] = field(default_factory=dict)
 
     def program_at(self, place: Place | None) -> Program:
         """The program that a rank at `place` is running: the training or the evaluation."""

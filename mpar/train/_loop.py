@@ -25,7 +25,7 @@ from mpar.train._local_batch import LocalBatches
 from mpar.train._metrics import StepRecord, flops_per_token, peak_memory_bytes
 from mpar.train._place import Phase
 from mpar.train._saving import Saving
-from mpar.train._setup import RunSetup
+from mpar.train._setup import RunSetup, teacher_folder
 from mpar.train._state import PARAMS, Progress, fresh_state, has_params, is_checkpoint, load_state
 from mpar.train._stop import Stop
 from mpar.train._watch import Watch
@@ -79,7 +79,8 @@ def first_state(setup: RunSetup, program: Program, rank: int, device: torch.devi
     if init is not None and is_checkpoint(init) and list(model.parts) == [""] and has_params(model, init):
         return load_state(program, init, rank, device, params_only=True)[0]
     path = str(init) if init is not None else None if config.model.random_init else config.model.path
-    return fresh_state(program, model, rank, seed=config.seed, source=path, device=device)
+    teacher = teacher_folder(config.task) if config.task.learn == "gkd" else None
+    return fresh_state(program, model, rank, seed=config.seed, source=path, device=device, teacher=teacher)
 
 
 def run_steps(rank: Rank, state: State, progress: Progress, on_step: Callable[[StepRecord], None]) -> tuple[State, Progress]:
@@ -157,7 +158,7 @@ class _Yardstick:
     @classmethod
     def of(cls, rank: Rank) -> "_Yardstick":
         shape = rank.batches.shape
-        flops, causal = (flops_per_token(rank.setup.model, shape.seq_len, causal=causal) for causal in (False, True))
+        flops, causal = (flops_per_token(rank.setup.counted, shape.seq_len, causal=causal) for causal in (False, True))
         return cls(flops, causal, shape.batch_size * shape.seq_len, rank.program.predict().peak_bytes)
 
     def record(

@@ -44,7 +44,7 @@ def plug_ins(config: TrainConfig) -> list[PlugIn]:
 
 def _rewards(task: TaskConfig) -> list[PlugIn]:
     """The rewards that are functions of the user's own."""
-    names = task.rewards if task.kind == "prompt" else ()
+    names = task.rewards if task.draws else ()
     return [PlugIn("reward", name, task.reward_options.get(name, {}), positional=1) for name in names if is_reference(name)]
 
 

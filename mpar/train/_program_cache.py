@@ -20,7 +20,7 @@ from mpar.kept_files import KeptFiles, NotUsableError, reason
 from mpar.plug_ins import source_digests
 from mpar.program import Program
 from mpar.train._plug_ins import RATE_KEYS, plug_ins
-from mpar.train._setup import RunSetup, batch_shapes
+from mpar.train._setup import RunSetup, batch_shapes, teacher_of
 
 __all__ = ["ProgramCache", "program_key"]
 
@@ -58,6 +58,8 @@ def program_key(setup: RunSetup, role: str) -> str:
     of_tokens = config["task"]["learn"] == "next_token" and config["task"]["kind"] != "prompt"
     facts["task"] = {name: value for name, value in config["task"].items() if name in ("plugin", "options") or not of_tokens}
     table, files = setup.config.schedule.table, {"model": json.dumps(setup.model.hf_config)}
+    if setup.config.task.teacher is not None:
+        files["teacher"] = json.dumps(teacher_of(setup.config).hf_config)
     if table is not None:
         with suppress(Unreadable):  # the compiler says that it cannot read the table
             files["table"] = read_text(table, MAX_TABLE_BYTES)

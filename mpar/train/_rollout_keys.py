@@ -17,26 +17,45 @@ class RolloutKeys:
         "(GSPO) or the sum of its tokens (RLOO), or the former with the gradient of tokens",
         default=None,
     )
-    epsilon: float | None = key("grpo: a ratio of probabilities counts from 1 - epsilon on", default=None, at_least=0)
+    epsilon: float | None = key(
+        "grpo, ppo: a ratio of probabilities counts from 1 - epsilon on; of ppo also up to 1 + epsilon", default=None, at_least=0
+    )
     epsilon_high: float | None = key("grpo: and up to 1 + epsilon_high; of loss=cispo up to it", default=None, at_least=0)
     delta: float | None = key("grpo: the side that is not clipped counts up to this ratio", default=None, above=1)
     weigh_kl: bool | None = key("grpo: multiply the divergence from the reference model by the ratio", default=None)
     bar: float | None = key(
-        "grpo: the largest difference between log-probabilities of sampler and trainer, else training stops",
+        "grpo, ppo: the largest difference between log-probabilities of sampler and trainer, else training stops",
         default=None,
         above=0,
     )
 
-    group_size: int = key("kind=prompt: answers to each prompt, which are compared with each other", default=8, at_least=2)
+    value_clip: float | None = key("ppo: a value counts within this distance of the one before", default=None, at_least=0)
+    value_weight: float | None = key("ppo: the weight of the loss of values", default=None, at_least=0)
+    lam: float | None = key("ppo: how far advantages look ahead, 1: to the end", default=None, at_least=0, at_most=1)
+    temperature: float | None = key("gkd: what logits are divided by", default=None, above=0)
+    teacher: str | None = key(
+        "gkd: the Hugging Face folder of the model that is learned from, or a run with one; it has the same vocabulary",
+        default=None,
+    )
+    lmbda: float = key(
+        "gkd: the share of answers that the model draws itself; the others are those of the data",
+        default=0.5,
+        at_least=0,
+        at_most=1,
+    )
+    seq_kd: bool = key("gkd: the teacher draws the other answers", default=False)
+
+    group_size: int = key("answers to each prompt, which are compared with each other", default=8, at_least=1)
     rewards: tuple[str, ...] = key(
-        "kind=prompt: what answers are worth: exact, format, length, overlong, cosine, repetition, code, "
-        "module:function of your own",
+        "what answers are worth: the folder of a run with task=reward, exact, format, length, overlong, cosine, repetition, "
+        "code, module:function of your own",
         default=(),
     )
     reward_weights: tuple[float, ...] | None = key("what each reward is multiplied by; null: 1", default=None)
     reward_options: dict[str, Any] = key(
         "options of rewards, such as {format: {pattern: ...}, exact: {column: solution}}", default_factory=dict
     )
+    reward_time_s: float = key("seconds that a reward may take for all answers of a rank", default=300.0, above=0, at_most=1e7)
     max_prompt_tokens: int | None = key(
         "longer prompts are left out; null: what data.seq_len leaves beside task.max_new_tokens. Rows hold as many answers as "
         "always fit",

@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -12,21 +12,53 @@ from mpar import tree
 from mpar.data import Tokenizer
 from mpar.errors import ConfigError
 from mpar.infer import Runner, Sizes, end_ids
-from mpar.models import Model
+from mpar.models import Model, Trainable, with_frozen
 from mpar.program import Program
-from mpar.rollouts import Ask, Drawing, Drawn, EngineSampler, Exchange, Prompts, RolloutBatches, Sampler, make_rewards
+from mpar.rollouts import (
+    Ask,
+    Drawing,
+    Drawn,
+    EngineSampler,
+    Exchange,
+    Measure,
+    Prompts,
+    RolloutBatches,
+    Sampler,
+    make_rewards,
+)
+from mpar.tasks import TaskChain
 from mpar.train._gather import gathered_params
+from mpar.train._measure import Measuring
+from mpar.train._reward_models import RowShape, model_rewards
 from mpar.train._run_data import RunData
-from mpar.train._setup import RunSetup, reward_specs
+from mpar.train._setup import RunSetup, reward_specs, teacher_of
+from mpar.train._sizes import batch_size, num_microbatches, seq_len
+from mpar.train._state import PARAMS
 
-__all__ = ["ROLLOUTS_FOLDER", "draw_rollouts"]
+__all__ = ["ROLLOUTS_FOLDER", "RolloutPrograms", "draw_rollouts"]
 
 ROLLOUTS_FOLDER = "rollouts"
 """Where in the run_dir a run keeps the answers that it drew."""
 _PAGE_SIZE = 16
 
 
-def draw_rollouts(setup: RunSetup, program: Program, data: RunData, rank: int, exchange: Exchange, device: torch.device) -> None:
+@dataclass(frozen=True)
+class RolloutPrograms:
+    """The programs of forwards that a run needs besides its own: `measure` and `scorers` of `Job`."""
+
+    measure: Program | None = None
+    scorers: Mapping[str, Program] = field(default_factory=dict)
+
+
+def draw_rollouts(
+    setup: RunSetup,
+    program: Program,
+    data: RunData,
+    rank: int,
+    exchange: Exchange,
+    device: torch.device,
+    others: RolloutPrograms = RolloutPrograms(),
+) -> None:
     """Let the batches to train on draw answers, if they are made of answers. Loads the compiler, for the sampler's programs.
 
     Every rank draws some of the groups by itself. Where ranks share parameters, all parameters are gathered on each of them.
@@ -35,19 +67,31 @@ def draw_rollouts(setup: RunSetup, program: Program, data: RunData, rank: int, e
     batches, config = data.training, setup.config
     if not isinstance(batches, RolloutBatches):
         return
-    prompts = Prompts(batches.prompts.documents, seed=config.seed, shuffle=config.data.shuffle)
-    tokenizer = data.tokenizer
-    paths = tuple(tree.paths(setup.model.abstract_params))
+    plan, tokenizer = batches.plan, data.tokenizer
+    shuffle = config.data.shuffle
+    prompts = Prompts(batches.prompts.documents, seed=config.seed, shuffle=shuffle, max_tokens=plan.max_prompt_tokens)
+    rows = RowShape(
+        batch_size(config) // num_microbatches(config),
+        seq_len(config),
+        plan.max_prompt_tokens + plan.max_tokens,
+        config.timeout_s,
+    )
+    policy = _policy(setup)
+    sampler = _sampler(setup, policy, batches, tokenizer, device)
     drawing = Drawing(
-        batches.plan,
+        plan,
         prompts,
-        _OfPolicy(_sampler(setup, batches, tokenizer, device), paths, program, rank),
-        make_rewards(reward_specs(config.task)),
+        _OfPolicy(sampler, tuple(tree.paths(policy.abstract_params)), program, rank),
+        make_rewards([spec for spec in reward_specs(config.task) if not spec.is_folder]) if plan.rewarded else (),
         lambda ids: _text(tokenizer, ids),
         config.seed,
         exchange,
         rank,
         program.mesh.size,
+        model_rewards(config.task, setup.model, others.scorers, rank, device, rows),
+        None if others.measure is None else _measure(Measuring.of(others.measure, rank, device, config.timeout_s)),
+        _teacher(setup, batches, program, rank, tokenizer, device),
+        config.task.reward_time_s,
     )
     batches.draw_with(drawing, Path(str(config.run_dir)) / ROLLOUTS_FOLDER)
 
@@ -56,22 +100,31 @@ def draw_rollouts(setup: RunSetup, program: Program, data: RunData, rank: int, e
 class _OfPolicy:
     """A sampler that is given the parameters of the policy alone, of those that are trained, and on several ranks all of them.
 
-    paths: of the parameters of the policy.
+    paths: of the parameters of the policy. prefix: what their paths begin with in the program.
     """
 
     sampler: Sampler
     paths: tuple[str, ...]
     program: Program
     rank: int
+    prefix: str = ""
 
     def load(self, params: Mapping[str, Tensor]) -> None:
         """See `Sampler`."""
-        own = {path: params[path] for path in self.paths if path in params}  # a stage of a pipeline has some of them
-        self.sampler.load(own if self.program.mesh.size == 1 else gathered_params(self.program, self.rank, own, self.paths))
+        paths = [f"{self.prefix}{path}" for path in self.paths]
+        own = {path: params[path] for path in paths if path in params}  # a stage of a pipeline has some of them
+        if self.program.mesh.size > 1:
+            own = gathered_params(self.program, self.rank, own, paths)
+        self.sampler.load({path.removeprefix(self.prefix): leaf for path, leaf in own.items()})
 
     def draw(self, asks: Sequence[Ask]) -> list[Drawn]:
         """See `Sampler`."""
         return self.sampler.draw(asks)
+
+
+def _policy(setup: RunSetup) -> Trainable:
+    """The model that is trained, with its adapters; it knows what is frozen, which is stored in the dtype that it computes in."""
+    return setup.chain.base if isinstance(setup.chain, TaskChain) else setup.model
 
 
 def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
@@ -79,9 +132,26 @@ def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size], skip_special_tokens=True)
 
 
-def _sampler(setup: RunSetup, batches: RolloutBatches, tokenizer: Tokenizer, device: torch.device) -> Sampler:
-    model, plan = setup.model, batches.plan
-    if not isinstance(model, Model):
+def _measure(measuring: Measuring) -> Measure:
+    """The measure of a task, of parameters by their paths."""
+    return lambda params, batch: measuring({f"{PARAMS}{path}": leaf for path, leaf in params.items()}, batch)
+
+
+def _teacher(
+    setup: RunSetup, batches: RolloutBatches, program: Program, rank: int, tokenizer: Tokenizer, device: torch.device
+) -> Sampler | None:
+    """The sampler of the teacher, which reads its parameters in the state of the training; None if it draws nothing."""
+    if not batches.plan.teacher:
+        return None
+    teacher = teacher_of(setup.config)
+    paths = tuple(tree.paths(teacher.abstract_params))
+    teacher = with_frozen(teacher, frozenset(paths))  # all of it is stored in the dtype that it computes in
+    return _OfPolicy(_sampler(setup, teacher, batches, tokenizer, device), paths, program, rank, "reference.")
+
+
+def _sampler(setup: RunSetup, model: Trainable, batches: RolloutBatches, tokenizer: Tokenizer, device: torch.device) -> Sampler:
+    plan = batches.plan
+    if not isinstance(model.plain, Model):
         raise ConfigError(f"cannot draw answers with this {model.name} model: it is a chain, and no language model of mpar.")
     rows = min(setup.config.task.rollout_rows, plan.num_answers)
     length = plan.max_prompt_tokens + plan.max_tokens
@@ -94,5 +164,5 @@ def _sampler(setup: RunSetup, batches: RolloutBatches, tokenizer: Tokenizer, dev
         of_model = tree.unflatten(structure, [params[path] for path in paths])
         return compiled.make_runner(model, of_model, sizes, precision=precision, device=device)
 
-    ends = dict.fromkeys([*end_ids(model), *([] if tokenizer.eos_id is None else [tokenizer.eos_id])])
+    ends = dict.fromkeys([*end_ids(model.plain), *([] if tokenizer.eos_id is None else [tokenizer.eos_id])])
     return EngineSampler(make_runner, list(ends), plan.max_tokens)

@@ -74,7 +74,7 @@ def load_data(
     tokenizer, vocab_size = make_tokenizer(config), setup.model.vocab_size
     wanted = training_data(config, folder)
     batches, sets = load_dataset(wanted, tokenizer, vocab_size=vocab_size, progress=progress), {}
-    if config.task.kind == "prompt":
+    if config.task.draws:
         assert isinstance(batches, DocumentBatches)  # prompts are not streamed (`value_problems`)
         batches = RolloutBatches(batches, rollout_plan(config), rewards=_described(config))
     if evaluation.fraction is not None:
@@ -93,6 +93,14 @@ def load_data(
 def _described(config: TrainConfig) -> str:
     """What answers are worth, in words that change if it does; the code of rewards is not looked at."""
     return repr(reward_specs(config.task))
+
+
+def _longest_document(config: TrainConfig) -> int:
+    """The most positions of a document: those of a row, of a prompt, or of a prompt with its answer."""
+    if not config.task.draws:
+        return seq_len(config)
+    plan = rollout_plan(config)
+    return plan.max_prompt_tokens + (plan.max_tokens if config.task.kind != "prompt" else 0)
 
 
 def training_data(config: TrainConfig, cache_dir: str | None) -> DataConfig:
@@ -117,7 +125,7 @@ def _data_config(config: TrainConfig, sources: tuple[str, ...], *, shuffle: bool
         kind=task.kind,
         sources=sources,
         batch_size=batch_size(config),
-        seq_len=rollout_plan(config).max_prompt_tokens if task.kind == "prompt" else seq_len(config),
+        seq_len=_longest_document(config),
         seed=config.seed,
         packing=data.packing,
         pad_to_multiple=data.pad_to_multiple,

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -17,10 +18,10 @@ from mpar.mesh import Mesh
 from mpar.models import DRAW, QUANTISATION, ModelOptions, Trainable
 from mpar.optim import SGD, SOAP, AdamW, Lion, Muon, Optimizer, check_optimizer
 from mpar.program import Hardware
-from mpar.rollouts import RewardSpec, RolloutPlan
+from mpar.rollouts import RewardSpec, RolloutPlan, TokenAdvantages
 from mpar.strategy import Strategy, preset
-from mpar.tasks import BY_ANSWER, TaskChain
-from mpar.train._adapters import adapted, adapted_part, with_rates
+from mpar.tasks import BY_ANSWER, Ppo, TaskChain
+from mpar.train._adapters import adapted, adapted_part, with_rates, without_adapters
 from mpar.train._config import (
     FreezeConfig,
     HardwareConfig,
@@ -50,6 +51,8 @@ __all__ = [
     "model_of",
     "num_threads",
     "run_optimizer",
+    "teacher_folder",
+    "teacher_of",
     "trained_model",
 ]
 
@@ -71,6 +74,11 @@ class RunSetup:
     chain: Chain
     hardware: Hardware
     kernels: Kernels
+
+    @property
+    def counted(self) -> Trainable:
+        """What FLOPs are counted of: what is trained, or the model, where a chain does not say what it multiplies."""
+        return self.chain if isinstance(self.chain, Trainable) else self.model
 
 
 def make_setup(config: TrainConfig) -> RunSetup:
@@ -179,7 +187,10 @@ def chain_of(config: TrainConfig, model: Trainable) -> Chain:
         task = make_task(config.task)
         if task is None:
             return model
-        chain: Chain = TaskChain(model, task, *(_reference(config.task, model) if task.compares else ()))
+        compared = (
+            (teacher_of(config), False) if config.task.learn == "gkd" else _reference(config.task, model) if task.compares else ()
+        )
+        chain: Chain = TaskChain(model, task, *compared)
         check_chain(chain, trains=True)
         return chain
     made = plug_in.call(model)
@@ -205,6 +216,22 @@ def chain_of(config: TrainConfig, model: Trainable) -> Chain:
     return chain
 
 
+def teacher_of(config: TrainConfig) -> Trainable:
+    """The model that is learned from, with parameters in the dtype of the run. Raises ConfigError or CheckpointError."""
+    group = config.model
+    like = replace(group, path=teacher_folder(config.task), config=None, plugin=None, quantise=None, mtp_loss_weight=None)
+    return model_of(replace(like, dropout=None))
+
+
+def teacher_folder(task: TaskConfig) -> str:
+    """The Hugging Face folder of the teacher: `task.teacher`, or in that folder the one that a run has written."""
+    assert task.teacher is not None
+    return next(
+        (str(folder) for folder in (Path(task.teacher), Path(task.teacher) / "hf") if (folder / "config.json").is_file()),
+        task.teacher,
+    )
+
+
 def _reference(config: TaskConfig, model: Trainable) -> tuple[Trainable, bool]:
     """The model that is compared with in the same program, and whether it reads the parameters of `model`. Raises ConfigError."""
     adapted = adapted_part(model)
@@ -220,7 +247,7 @@ def _reference(config: TaskConfig, model: Trainable) -> tuple[Trainable, bool]:
             "cannot compare with the model without its adapter: adapter.init=pissa and olora take the adapter out of the "
             "weights, which are then no longer those of the model.\nUse task.reference=columns, or another init."
         )
-    return (model, False) if adapted is None else (adapted.base, True)
+    return (model, False) if adapted is None else (without_adapters(model), True)
 
 
 def _shapes(chain: Chain) -> dict[str, tuple[int, ...]]:
@@ -267,7 +294,7 @@ def batch_shapes(
 
 def answers_per_row(config: TrainConfig) -> int:
     """How many answers a row of a batch may have."""
-    return rollout_plan(config).answers_per_row if config.task.kind == "prompt" else config.task.answers
+    return rollout_plan(config).answers_per_row if config.task.draws else config.task.answers
 
 
 def rollout_plan(config: TrainConfig) -> RolloutPlan:
@@ -284,7 +311,16 @@ def rollout_plan(config: TrainConfig) -> RolloutPlan:
         baseline=task.baseline,
         max_redraws=task.max_redraws,
         drop_truncated=task.drop_truncated,
+        by_token=_by_token(task),
+        rewarded=task.learn != "gkd",
+        policy_share=task.lmbda if task.learn == "gkd" else 1.0,
+        teacher=task.seq_kd,
     )
+
+
+def _by_token(task: TaskConfig) -> TokenAdvantages | None:
+    made = make_task(task) if task.learn == "ppo" else None
+    return TokenAdvantages(made.beta, made.gamma, made.lam) if isinstance(made, Ppo) else None
 
 
 def reward_specs(task: TaskConfig) -> list[RewardSpec]:

@@ -1,7 +1,7 @@
 """Makes the shards of a rank's state: fresh ones, from Hugging Face weights, or from a checkpoint of any mesh."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -137,17 +137,35 @@ class Progress:
         return reached if resume.state == "all" else replace(reached, optimizer_start=self.step, health=Health())
 
 
-def fresh_state(program: Program, model: Trainable, rank: int, *, seed: int, source: str | None, device: torch.device) -> State:
+def fresh_state(
+    program: Program,
+    model: Trainable,
+    rank: int,
+    *,
+    seed: int,
+    source: str | None,
+    device: torch.device,
+    teacher: str | None = None,
+) -> State:
     """This rank's shards before the first step; the optimizer's state is zero. Parameters are drawn from `seed`; those of the
     model that others are made of, without adapters, are read from `source` if it is given, a Hugging Face folder or a checkpoint.
-    A checkpoint may also have those of adapters and of the task. A reference model begins as the model does.
+    A checkpoint may also have those of adapters and of the task. A reference model begins as the model does, a
+    teacher as the Hugging Face folder `teacher` says.
     """
     leaves: dict[str, Tensor] = {}
     saved = Path(source) if source is not None and is_checkpoint(Path(source)) else None
     present = set() if saved is None else set(checkpoint.names(saved))
     paths = {prefix: set(tree.paths(part.abstract_params)) for prefix, part in model.parts.items()}
     complete = {prefix: {PARAMS + path for path in of_part} <= present for prefix, of_part in paths.items()}
-    with _source(model, seed, source, check=not all(complete.values())) as read:
+    with ExitStack() as sources:
+        read = sources.enter_context(_source(model, seed, source, check=not all(complete.values())))
+        readers = dict.fromkeys(paths, read)
+        if teacher is not None:
+            readers |= {
+                prefix: sources.enter_context(_source(model.parts[prefix], seed, teacher, check=True))
+                for prefix in paths
+                if prefix
+            }
         for leaf in program.part(rank).state_in:
             kind, _, path = leaf.path.partition(".")
             if kind != "params":
@@ -155,8 +173,9 @@ def fresh_state(program: Program, model: Trainable, rank: int, *, seed: int, sou
                 continue
             cut = shard_slices(leaf.shape, leaf.spec, program.mesh, rank)
             prefix = next((beginning for beginning in paths if beginning and path.startswith(beginning)), "")
-            inner = path.removeprefix(prefix)
-            if PARAMS + inner in present and (complete[prefix] or inner not in paths[prefix]):
+            inner, read = path.removeprefix(prefix), readers[prefix]
+            is_teacher = teacher is not None and prefix != ""
+            if not is_teacher and PARAMS + inner in present and (complete[prefix] or inner not in paths[prefix]):
                 part = read(inner, cut)
             elif inner in paths[prefix]:
                 part = model.parts[prefix].first_leaf(seed, inner, cut, read)
@@ -301,9 +320,7 @@ def _check_params(model: Trainable, reader: checkpoint.Reader) -> None:
     expected = {PARAMS + name: (tuple(leaf.shape), leaf.dtype) for name, leaf in leaves}
     beside = tuple(PARAMS + beginning for beginning in BESIDE_MODEL)
     found = {
-        name: (x.shape, x.dtype)
-        for name, x in reader.tensors.items()
-        if name.startswith(PARAMS) and not name.startswith(beside)
+        name: (x.shape, x.dtype) for name, x in reader.tensors.items() if name.startswith(PARAMS) and not name.startswith(beside)
     }
     problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
     problems += [f"unexpected: {name}" for name in sorted(found.keys() - expected.keys())]

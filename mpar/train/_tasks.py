@@ -6,7 +6,7 @@ from typing import Any, get_args, get_type_hints
 
 from mpar.data import Answers
 from mpar.errors import ConfigError
-from mpar.tasks import Cpo, Dft, Dpo, Grpo, Kto, Orpo, Prm, Reward, Task
+from mpar.tasks import Cpo, Dft, Dpo, Gkd, Grpo, Kto, Orpo, Ppo, Prm, Reward, Task
 from mpar.train._config import TaskConfig
 
 __all__ = ["OPTIONS", "answers_of", "make_task"]
@@ -14,7 +14,7 @@ __all__ = ["OPTIONS", "answers_of", "make_task"]
 OPTIONS = (
     *("loss", "beta", "reference", "label_smoothing", "rpo_alpha", "ld_alpha", "divergence", "divergence_alpha", "gamma"),
     *("cpo_alpha", "prompt", "desirable_weight", "undesirable_weight", "margin", "centre"),
-    *("ratio", "epsilon", "epsilon_high", "delta", "weigh_kl", "bar"),
+    *("ratio", "epsilon", "epsilon_high", "delta", "weigh_kl", "bar", "value_clip", "value_weight", "lam", "temperature"),
 )
 """The keys of the group `task` that are options of what is learned. One that is null has the value that the task gives it."""
 _KINDS: Mapping[str, Callable[..., Task]] = {
@@ -26,7 +26,10 @@ _KINDS: Mapping[str, Callable[..., Task]] = {
     "prm": Prm,
     "dft": Dft,
     "grpo": Grpo,
+    "ppo": Ppo,
+    "gkd": Gkd,
 }
+_KEYS = {"losses": "loss", "loss_type": "loss", "clip": "epsilon"}
 
 
 def make_task(config: TaskConfig) -> Task | None:
@@ -53,7 +56,7 @@ def make_task(config: TaskConfig) -> Task | None:
 
 def _key_of(field: str) -> str:
     """The key of the group `task` for a field of a task."""
-    return "loss" if field in ("losses", "loss_type") else field
+    return _KEYS.get(field, field)
 
 
 def _given(config: TaskConfig) -> dict[str, object]:
@@ -81,12 +84,12 @@ def _arguments(config: TaskConfig, kind: type, given: Mapping[str, object]) -> d
 def answers_of(config: TaskConfig) -> Answers | None:
     """What batches say of answers; None if the task reads documents alone."""
     task = make_task(config) if config.plugin is None else None
-    if task is None or not task.entries or config.kind == "prompt":
+    if task is None or not task.entries or config.draws:
         return None
     return Answers(
         config.answers,
         tuple(task.entries),
         prompts=task.reads_prompts,
-        scored=task.reads_hidden,
+        scored=not task.reads_logits,
         mismatched=isinstance(task, Kto),
     )

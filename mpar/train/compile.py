@@ -11,14 +11,21 @@ from mpar.program import Program
 from mpar.program.compile import compile_eval, compile_forward, compile_step
 from mpar.schedules import Action, from_table, layout_letters
 from mpar.strategy import Strategy
-from mpar.tasks import AnswerLogps, TaskChain
+from mpar.tasks import AnswerLogps, Measured, Reward, TaskChain
 from mpar.train._config import TrainConfig
 from mpar.train._orders import orders
 from mpar.train._plug_ins import plug_in_of
 from mpar.train._setup import RunSetup, batch_shapes, chain_of, run_optimizer
 from mpar.train._sizes import num_microbatches
 
-__all__ = ["compile_evaluation", "compile_program", "compile_reference", "make_schedule"]
+__all__ = [
+    "compile_evaluation",
+    "compile_measure",
+    "compile_program",
+    "compile_reference",
+    "compile_scorer",
+    "make_schedule",
+]
 
 
 def compile_program(setup: RunSetup) -> Program:
@@ -99,6 +106,47 @@ def compile_reference(setup: RunSetup) -> Program:
         setup.mesh,
         setup.strategy,
         small,
+        bucket_bytes=config.schedule.bucket_bytes,
+        prefetch_bytes=config.schedule.prefetch_bytes,
+        precision=config.precision.name,
+        hardware=setup.hardware,
+        kernels=setup.kernels,
+    )
+
+
+def compile_measure(setup: RunSetup, program: Program) -> Program:
+    """A program of forwards that gives what the task measures of a microbatch of answers. It reads the parameters of `program`,
+    which was compiled for the same `setup`, where these are."""
+    chain = setup.chain
+    assert isinstance(chain, TaskChain)
+    forwards = [[action for action in actions if action.kind == "F" and action.microbatch == 0] for actions in program.schedule]
+    schedule = Schedule("forwards", layout=layout_letters(program.facts.stage_of), table=forwards)
+    strategy, chosen = setup.strategy, program.facts.context_parallel
+    if chosen is not None:  # predicted times of forwards alone could choose a way that stores parameters elsewhere
+        strategy = replace(strategy, context_parallel=chosen)
+    measured = Measured(chain.base, chain.task, chain.reference, chain.shared)
+    made = _compile_measured(replace(setup, strategy=strategy), measured, schedule)
+    places = {leaf.path: (leaf.spec, leaf.dtype) for leaf in program.state_in}
+    assert all(places[leaf.path] == (leaf.spec, leaf.dtype) for leaf in made.state_in)
+    return made
+
+
+def compile_scorer(setup: RunSetup, model: Trainable) -> Program:
+    """A program of forwards that gives the scores of a reward model, at all positions of a microbatch of the run."""
+    return _compile_measured(setup, Measured(model, Reward()), None)
+
+
+def _compile_measured(setup: RunSetup, chain: Measured, schedule: Schedule | None) -> Program:
+    config = setup.config
+    shapes = batch_shapes(config, setup.chain, chain.base, training=False)
+    count = num_microbatches(config)
+    small = {key: ((rows // count, length), dtype) for key, ((rows, length), dtype) in shapes.items() if key in chain.batch_axes}
+    return compile_forward(
+        chain,
+        setup.mesh,
+        setup.strategy,
+        small,
+        schedule=schedule,
         bucket_bytes=config.schedule.bucket_bytes,
         prefetch_bytes=config.schedule.prefetch_bytes,
         precision=config.precision.name,

@@ -1,18 +1,25 @@
-"""Draws pictures of runs: losses over steps, and the load of its experts over layers and steps."""
+"""Draws pictures of runs: losses and other numbers over steps, and the load of experts over layers and steps."""
 
+import dataclasses
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-__all__ = ["draw_experts", "draw_lengths", "draw_loss", "draw_losses", "draw_rewards", "draw_scores"]
+from mpar.train._metrics import StepRecord
+
+__all__ = ["draw_experts", "draw_lengths", "draw_loss", "draw_losses", "draw_numbers", "draw_rewards", "draw_scores"]
 
 _PANELS = {
     "max_load": ("max / mean load of an expert", 1.0, None),
     "entropy": ("entropy, 1 is even", 0.0, 1.0),
     "dropped": ("dropped", 0.0, None),
 }
+
+_OF_EVERY_RUN = frozenset(field.name for field in dataclasses.fields(StepRecord)) | frozenset(_PANELS)
 
 
 def draw_loss(records: Sequence[Mapping[str, float]], path: Path, title: str) -> Path:
@@ -40,6 +47,40 @@ def draw_loss(records: Sequence[Mapping[str, float]], path: Path, title: str) ->
     rates.set_ylabel("learning rate", color="tab:orange")
     figure.savefig(path, dpi=120)
     return path
+
+
+def draw_numbers(records: Sequence[Mapping[str, float]], path: Path, title: str) -> Path | None:
+    """Write a PNG with a small panel for each number that a run reports beside those of every run, such as the rewards of a task,
+    over steps; values of evaluations are points. None if there is no such number. `records` are lines of `metrics.jsonl`.
+    """
+    names = sorted({name for record in records for name in record if _is_other(name)})
+    if not names:
+        return None
+    columns = min(3, len(names))
+    rows = math.ceil(len(names) / columns)
+    figure = Figure(figsize=(3.2 * columns + 0.4, 2.2 * rows + 0.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize="medium")
+    panels = figure.subplots(rows, columns, squeeze=False).flat
+    for name, axes in itertools.zip_longest(names, panels):
+        if name is None:
+            axes.set_axis_off()
+            continue
+        for key, style in ((name, "-"), (f"eval_{name}", "o")):
+            points = [(record["step"], record[key]) for record in records if key in record]
+            if points:
+                axes.plot(*zip(*points, strict=True), style, markersize=4, color="tab:green" if style == "o" else "tab:blue")
+        axes.set_title(name, fontsize="small")
+        axes.tick_params(labelsize="small")
+        axes.grid(True, alpha=0.3)
+    figure.supxlabel("step; points: on the data to evaluate on", fontsize="small")
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _is_other(name: str) -> bool:
+    """Whether a number of a record is not one that every run has, nor of data, evaluation or experts."""
+    return name not in _OF_EVERY_RUN and not name.startswith(("eval_", "rows/", "tokens/", *(f"{panel}/" for panel in _PANELS)))
 
 
 def draw_rewards(rows: Sequence[Mapping[str, float]], path: Path, title: str) -> Path:

@@ -1,12 +1,11 @@
-"""After training: writes a checkpoint as a folder that transformers loads, and lets the model in such a folder answer."""
+"""After training: writes a checkpoint as a folder that transformers loads."""
 
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,25 +15,19 @@ from mpar.adapters import merged_leaf
 from mpar.checkpoint import read_extras
 from mpar.data import Tokenizer
 from mpar.errors import CheckpointError
-from mpar.infer import Assistant, Sampling, Sizes, end_ids
-from mpar.infer.compile import make_runner, num_groups
-from mpar.mesh import Mesh
 from mpar.models import HfReader, Model, Trainable
 from mpar.quantised import is_quantised_folder
-from mpar.strategy import Strategy
 from mpar.train._adapters import adapted_part
 from mpar.train._changes import function_changes, model_then
-from mpar.train._config import ModelConfig, TrainConfig
+from mpar.train._config import TrainConfig
 from mpar.train._quantised import dequantised
 from mpar.train._setup import model_of, trained_model
 from mpar.train._state import Progress, checkpoint_in, open_params
 
-__all__ = ["DTYPES", "SOURCE", "ExportOptions", "answer", "export_adapter", "export_hf", "exportable", "load_assistant"]
+__all__ = ["DTYPES", "SOURCE", "ExportOptions", "export_adapter", "export_hf", "exportable"]
 
 SOURCE = "source"
 DTYPES = ("float32", "bfloat16", "float16")
-_LENGTH = 8192  # the most tokens of a prompt and its answer
-_STEP_TOKENS = 2048  # that one step reads
 
 
 @dataclass(frozen=True)
@@ -217,56 +210,3 @@ def exportable(config: TrainConfig) -> bool:
     model = trained_model(config)
     adapted = adapted_part(model)
     return isinstance(model.plain, Model) and (adapted is None or adapters.can_merge(adapted))
-
-
-def load_assistant(
-    folder: Path,
-    group: ModelConfig | None = None,
-    *,
-    rows: int = 1,
-    dtype: torch.dtype = torch.float32,
-    mesh: Mesh | None = None,
-    strategy: Strategy | str = "tp",
-    adapter: str | None = None,
-) -> tuple[Model, Assistant]:
-    """The model in an HF `folder`, and an assistant that answers with it up to `rows` requests at the same time.
-
-    A prompt and its answer may have as many tokens as the model can take, or 8,192. `group`: how the model was made, if the
-    folder alone does not tell because it is a plug-in's. adapter: a folder of PEFT, which is added to the weights.
-    mesh, strategy: with several ranks, where parameters are; every process of torch.distributed loads its own. If they are in
-    groups, there are as many more rows as make all groups equal.
-    """
-    mesh = mesh or Mesh(tp=1)
-    if group is None or group.plugin is None:
-        where = (mesh, strategy) if mesh.size > 1 else (None, None)
-        model, params = models.from_hf(folder, dtype=dtype, mesh=where[0], strategy=where[1])
-    else:
-        model = _exportable(model_of(group))
-        params = models.load_params(model, folder)
-    if adapter is not None and mesh.size > 1:
-        raise CheckpointError(
-            f"cannot add the adapter in {adapter} to weights on {mesh}: it is added on one rank.\n"
-            "Use mesh=one, or a folder with the sum: the run that trained the adapter has one in hf."
-        )
-    if adapter is not None:
-        adapted = adapters.add(model, adapters.read_lora(adapter))
-        params = cast(models.DecoderParams[Tensor], adapters.merge(adapted, adapters.read_peft(adapted, adapter, params)))
-    length = min(_LENGTH, model.max_positions or _LENGTH)
-    groups = num_groups(mesh, strategy)
-    group_rows = -(-rows // groups)
-    sizes = Sizes(
-        rows=group_rows * groups,
-        tokens=max(group_rows, _STEP_TOKENS),
-        length=length,
-        pages=1 + group_rows * -(-length // 16),
-        page_size=16,
-        groups=groups,
-    )
-    runner = make_runner(model, params, sizes, mesh, strategy)
-    return model, Assistant(runner, Tokenizer.from_folder(folder), end_ids(model))
-
-
-def answer(folder: Path, questions: Sequence[str], *, max_new_tokens: int, group: ModelConfig | None = None) -> list[str]:
-    """The answers of the model in an HF `folder`, always with the likeliest tokens. Each question is asked by itself."""
-    _, assistant = load_assistant(folder, group)
-    return assistant.answer(questions, Sampling(max_tokens=max_new_tokens))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from mpar.train._job import Job, write_job
 from mpar.train._job_folder import DATA_FOLDER, MALFORMED_FILE
 from mpar.train._origin import find_origin
 from mpar.train._program_cache import ProgramCache, program_key
+from mpar.train._reward_models import find_reward_model, reward_folders
 from mpar.train._run_data import RunData, load_data
 from mpar.train._setup import RunSetup, check_device, run_optimizer
 
@@ -67,10 +69,24 @@ def prepare(
     reference = None
     if isinstance(setup.chain, TaskChain) and "reference_logps" in setup.chain.task.entries:
         reference, _ = _kept(kept_programs, setup, "reference", lambda: _compiler().compile_reference(setup))
+    measure, scorers = _of_rollouts(setup, program, kept_programs)
     changes, fingerprint = origin.changes, data.fingerprint
-    job = Job(config, resolved, program, origin.resume, evaluation, origin.init, changes, fingerprint, steps, reference)
+    more = (steps, reference, measure, scorers)
+    job = Job(config, resolved, program, origin.resume, evaluation, origin.init, changes, fingerprint, *more)
     write_job(folder, job)
     return Prepared(job, data, compiled, moved)
+
+
+def _of_rollouts(setup: RunSetup, program: Program, kept: Path | None) -> tuple[Program | None, dict[str, Program]]:
+    """The program that measures answers, if the task measures them, and those of reward models by their folders."""
+    measure, scorers = None, {}
+    if setup.config.task.draws and isinstance(setup.chain, TaskChain) and setup.chain.task.measured:
+        measure, _ = _kept(kept, setup, "measure", lambda: _compiler().compile_measure(setup, program))
+    for folder in reward_folders(setup.config.task):
+        found = find_reward_model(folder, setup.model)
+        role = f"scores of {json.dumps(found.model.hf_config, default=repr)}"
+        scorers[folder], _ = _kept(kept, setup, role, lambda: _compiler().compile_scorer(setup, found.model))  # noqa: B023
+    return measure, scorers
 
 
 def _kept(folder: Path | None, setup: RunSetup, role: str, make: Callable[[], Program]) -> tuple[Program, str]:

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mpar import ops, testing
-from mpar.adapters import Factor, LowRank
+from mpar import adapters, models, ops, testing, tree
+from mpar.adapters import Factor, LoRA, LowRank
+from mpar.chain import context_of
 from mpar.errors import ConfigError
 
 
@@ -88,6 +89,24 @@ def test_products(product, gain):
     dy = torch.randn_like(y)
     for mine, theirs in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True):
         testing.assert_close(mine, theirs, name="gradient")
+
+
+def test_a_task_drops_what_the_output_matrix_reads():
+    """The losses of single tokens add up to the loss of the segment, whose adapter drops; without numbers nothing is dropped."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+    sizes |= {"max_position_embeddings": 64}
+    plain = models.build("llama", {**sizes, "tie_word_embeddings": False}).with_dtype(torch.float64)
+    model = adapters.add(plain, LoRA(rank=4, targets=("lm_head",), dropout=0.5, init="random"))
+    params, head = adapters.first_params(model, plain.init(0), 0), model.segments[-1]
+    rows = {key: torch.arange(24).reshape(2, 12) for key in ("tokens", "labels")}
+    context = context_of("head", model.context(models.with_draws(rows, seed=0, step=1, rows=range(2), num_rows=2)))
+    subtrees, x = tuple(tree.get(params, path) for path in head.paths), torch.randn(2, 12, 16, dtype=torch.float64)
+    loss = head.fn(subtrees, x, context, training=True)[1]["loss"]
+    testing.assert_close(head.fn.token_losses(subtrees, x, context).sum(), loss, rtol=1e-12)
+    kept = {key: value for key, value in context.items() if key != models.DRAW}
+    evaluated = head.fn(subtrees, x, kept, training=False)[1]["loss"]
+    testing.assert_close(head.fn.token_losses(subtrees, x, kept).sum(), evaluated, rtol=1e-12)
+    assert (loss - evaluated).abs() > 1e-3
 
 
 def test_dropout_needs_a_product():

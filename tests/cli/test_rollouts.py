@@ -72,9 +72,20 @@ def test_what_is_not_there_is_said(run, args, message, capsys):
 
 @pytest.mark.gloo
 def test_two_ranks_draw_the_answers_of_one(tmp_path):
-    """With parameters sharded over two processes, each of which draws half of the groups: the tokens and losses of one rank."""
+    """With an adapter and frozen weights, all sharded over two processes, each of which draws half of the groups: the tokens and
+    losses of one rank."""
     write_arithmetic(tmp_path)
-    options = [*COMMON, *GRPO, "steps=3", "task.rollout_rounds=2", "data.tokenizer=digits", "num_threads=1", "tensorboard=false"]
+    options = [
+        *COMMON,
+        *GRPO,
+        "adapter=lora",
+        "adapter.alpha=64",
+        "steps=3",
+        "task.rollout_rounds=2",
+        "data.tokenizer=digits",
+        "num_threads=1",
+        "tensorboard=false",
+    ]
     drawn = {}
     for name, mesh in (("one", ["mesh=one"]), ("two", ["mesh=fsdp2", "strategy=zero3"])):
         done = run_mpar(["train", *options, *mesh, f"run_dir={name}"], tmp_path)
@@ -86,10 +97,24 @@ def test_two_ranks_draw_the_answers_of_one(tmp_path):
 
 def test_options_that_do_not_go_together_are_listed_at_once(capsys):
     """Before anything is read: rewards, weights, evaluation, rows of the wrong kind."""
-    args = ["task=grpo", "task.reward_weights=[1,2]", "task.reward_options={format: {pattern: a}}", "evaluation.fraction=0.1"]
+    args = [
+        "task=grpo",
+        "adapter=lora",
+        "adapter.dropout=0.1",
+        "task.reward_weights=[1,2]",
+        "task.reward_options={format: {pattern: a}}",
+        "evaluation.fraction=0.1",
+    ]
     assert main(["plan", *args, "data.stream=true", "evaluation.batches=1"]) == 2
     said = capsys.readouterr().err
-    for part in ("task.rewards is empty", "has 2 numbers for 0", "is for format", "leave evaluation out", "data.stream=true"):
+    for part in (
+        "adapter.dropout=0.1: answers are drawn without",
+        "task.rewards is empty",
+        "has 2 numbers for 0",
+        "is for format",
+        "leave evaluation out",
+        "data.stream=true",
+    ):
         assert part in said
     assert main(["plan", "task=grpo", "task.kind=sft", "task.rewards=[exact]"]) == 2
     assert "task.kind=sft with task.learn=grpo, which learns from prompt" in capsys.readouterr().err

@@ -43,8 +43,9 @@ class CachedTokens:
                 logits_RV[row, next_token(seen.tolist())] = 1.0
         return logits_RV
 
-    def prepare(self) -> None:
+    def prepare_next(self) -> bool:
         """See `Runner`."""
+        return False
 
     def scores(self, texts: Sequence[Tensor], num_likeliest: int) -> list[Scores]:
         """See `Runner`."""

@@ -8,7 +8,8 @@ import torch
 from mpar import models
 from mpar.data import byte_tokenizer
 from mpar.errors import CheckpointError, ConfigError
-from mpar.infer import Assistant, RowRunner, Sampling, Sizes, end_ids, generate, with_defaults
+from mpar.infer import Assistant, RowRunner, Sampling, Sizes, end_ids, with_defaults
+from mpar.infer.compile import generate
 from tests.models.variants import KINDS
 
 CONFIG = {

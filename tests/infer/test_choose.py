@@ -4,9 +4,11 @@ import pytest
 import torch
 from transformers.generation import logits_process as theirs
 
+from mpar import ops
 from mpar.errors import ConfigError
 from mpar.infer import History, Sampling, choose
-from mpar.infer._choose import _candidates, _changed
+from mpar.infer._choose import _changed
+from mpar.infer._draw import draw, kept_scores
 
 VOCABULARY = 40
 
@@ -16,19 +18,21 @@ def logits(seed: int) -> torch.Tensor:
     return (torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 4).round(decimals=1)
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_candidates_are_those_of_transformers(seed):
-    """The tokens that may be drawn, and their probabilities, after all processors in transformers' order."""
+def random_sampling(seed: int) -> Sampling:
+    """Options, some of which cut off tokens."""
     draw = torch.Generator().manual_seed(seed)
     pick = lambda *values: values[int(torch.randint(len(values), (1,), generator=draw))]  # noqa: E731
-    sampling = Sampling(
+    return Sampling(
         temperature=pick(0.3, 1.0, 1.7),
         top_k=pick(0, 1, 5, 100),
         top_p=pick(1.0, 0.9, 0.4, 1e-3),
         min_p=pick(0.0, 0.1, 0.9),
         repetition_penalty=pick(1.0, 1.3, 0.7),
     )
-    history = History([1, 2, 3], [3, 4, 7], sampling)
+
+
+def scores_of_transformers(logits_V: torch.Tensor, tokens: list[int], sampling: Sampling) -> torch.Tensor:
+    """The scores after all processors, in transformers' order."""
     processors = [theirs.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)]
     processors.append(theirs.TemperatureLogitsWarper(sampling.temperature))
     if sampling.top_k:
@@ -37,13 +41,46 @@ def test_candidates_are_those_of_transformers(seed):
         processors.append(theirs.TopPLogitsWarper(sampling.top_p))
     if sampling.min_p:
         processors.append(theirs.MinPLogitsWarper(sampling.min_p))
-    scores = logits(seed)[None]
+    scores = logits_V[None]
     for processor in processors:
-        scores = processor(torch.tensor([[1, 2, 3, 3, 4, 7]]), scores)
-    ids, kept = _candidates(_changed(logits(seed), history) / sampling.temperature, sampling)
-    expected = scores[0].softmax(-1)
-    assert ids.tolist() == expected.nonzero().flatten().tolist()
-    torch.testing.assert_close(kept.softmax(-1), expected[ids])
+        scores = processor(torch.tensor([tokens]), scores)
+    return scores[0]
+
+
+def test_candidates_are_those_of_transformers():
+    """The tokens that may be drawn, and their probabilities, in rows with unlike options beside each other."""
+    samplings = [random_sampling(seed) for seed in range(60)]
+    logits_RV = torch.stack([logits(seed) for seed in range(60)])
+    kept_RV = kept_scores(_changed(logits_RV, [History([1, 2, 3], [3, 4, 7], each) for each in samplings]), samplings)
+    for logits_V, kept_V, sampling in zip(logits_RV, kept_RV, samplings, strict=True):
+        expected = scores_of_transformers(logits_V, [1, 2, 3, 3, 4, 7], sampling)
+        assert kept_V.isfinite().nonzero().tolist() == expected.isfinite().nonzero().tolist()
+        torch.testing.assert_close(kept_V.softmax(-1), expected.softmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1.0, 50.0])
+def test_noise_is_left_out_only_where_no_token_can_win(temperature):
+    """Draws are those with noise for all tokens, whether few or all of them can win."""
+    logits_RV = torch.stack([logits(seed) for seed in range(50)]) * 3
+    keys = [ops.fold_key(seed, "sample") for seed in range(50)]
+    uniform_RV = torch.stack([ops.random_uniform(key, (VOCABULARY,)) for key in keys])
+    expected = (logits_RV / temperature - (-uniform_RV.log()).log()).argmax(-1)
+    assert torch.equal(draw(logits_RV, [Sampling(temperature=temperature)] * 50, keys), expected)
+
+
+def test_rows_with_unlike_options_are_chosen_as_alone():
+    """A row that is greedy, one with bans, one that is drawn, one with log-probabilities: each gets what it gets alone."""
+    rows = [
+        History([1], [2], Sampling()),
+        History([1], [2], Sampling(num_alternatives=3), banned=[int(logits(1).argmax())]),
+        History([1], [2, 2], Sampling(temperature=1.2, top_k=7, top_p=0.8, frequency_penalty=1.0, seed=5)),
+        History([1], [2], Sampling(temperature=0.9, seed=6, num_alternatives=1, bias={3: 2.0})),
+        History([1], [2], Sampling(repetition_penalty=1.5), allowed_V=torch.arange(VOCABULARY) % 3 == 0),
+    ]
+    logits_RV = torch.stack([logits(seed) for seed in range(5)])
+    together = choose(logits_RV, rows)
+    assert together == [choose(logits_RV[index, None], [row])[0] for index, row in enumerate(rows)]
+    assert together[1].token != int(logits(1).argmax()) and together[4].token % 3 == 0
 
 
 def test_the_defaults_are_greedy():
@@ -81,7 +118,7 @@ def test_draws_depend_on_seed_place_and_choice_alone():
 def test_penalties_bias_and_bans():
     """Presence counts once, frequency each time, only in the answer; a bias is added; what is banned never comes."""
     row = History([1], [2, 2, 3], Sampling(presence_penalty=0.5, frequency_penalty=0.25, bias={4: 3.0}), banned=[5])
-    change = _changed(torch.zeros(8), row)
+    (change,) = _changed(torch.zeros(1, 8), [row])
     assert change.tolist() == [0, 0, -1.0, -0.75, 3.0, -torch.inf, 0, 0]
 
 

@@ -12,7 +12,7 @@ from mpar import Mesh, models, tree
 from mpar.chain import is_axes
 from mpar.errors import ConfigError
 from mpar.infer import Chosen, Engine, Sampling, Sizes
-from mpar.infer.compile import ProgramRunner
+from mpar.infer.compile import ProgramRunner, divisible_pages
 from mpar.strategy import preset
 from mpar.testing import assert_close
 from tests.infer.runner_worker import MESHES, found_on
@@ -125,6 +125,12 @@ def test_what_is_refused():
     model = _model("gpt2")
     with pytest.raises(ConfigError, match="with up to 65 tokens in a row: this model has learned 64 positions"):
         ProgramRunner(model, model.init(0), Sizes(rows=2, tokens=4, pages=40, page_size=4, length=65))
+
+
+@pytest.mark.parametrize(("axes", "expected"), [({"tp": 2}, 33), ({"cp": 2}, 34), ({"cp": 3, "tp": 2}, 33), ({"cp": 8}, 40)])
+def test_pages_are_divided_evenly(axes, expected):
+    """As few more pages as the ranks of cp need."""
+    assert divisible_pages(33, Mesh(**axes), "ddp" if "tp" not in axes else "tp") == expected
 
 
 @pytest.mark.gloo

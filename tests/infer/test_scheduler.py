@@ -39,9 +39,11 @@ def attack(seed: int) -> Engine:
     rows = groups * draw.randint(1, 6)
     length = draw.randint(8, 40)
     fewest = -(-length // page_size) + 1
+    tokens = rows // groups + draw.randint(0, 12)
     sizes = Sizes(
         rows=rows,
-        tokens=rows // groups + draw.randint(0, 12),
+        tokens=tokens,
+        beside=draw.choice([None, draw.randint(rows // groups, tokens)]),
         pages=draw.randint(fewest, 3 * fewest),
         page_size=page_size,
         length=length,
@@ -80,6 +82,29 @@ def attack(seed: int) -> Engine:
             assert request.answer == expected and request.finish in ("stop", "length")
     assert {pool.num_free for pool in engine.scheduler.pools} == {sizes.pages - 1}
     return engine
+
+
+def test_answers_wait_for_few_tokens_of_prompts():
+    """A prompt alone is read in one step; beside an answer, which goes on in each, in steps of at most `beside` tokens."""
+    engine = Engine(CachedTokens(Sizes(rows=2, tokens=64, beside=9, page_size=4, length=64)))
+    first = engine.add(list(range(20, 60)), Sampling(max_tokens=9, ignore_eos=True))
+    assert [(turn.start, turn.end) for turn in engine.scheduler.next_turns()] == [(0, 40)]
+    engine.scheduler.finish_turns([])
+    engine.step()
+    second = engine.add(list(range(60, 90)), Sampling(max_tokens=1))
+    lengths = []
+    while second.finish is None:
+        before = second.num_cached, len(first.answer)
+        engine.step()
+        assert len(first.answer) == before[1] + 1
+        lengths.append(min(second.num_cached, 30) - before[0] if second.row >= 0 else 30 - before[0])
+    assert lengths == [8, 8, 8, 6]
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_the_default_cache_can_be_divided(ranks):
+    """Every small number of ranks along cp divides its pages evenly."""
+    assert Sizes().pages % ranks == 0
 
 
 def test_requests_get_what_each_gets_alone():
@@ -141,6 +166,8 @@ def test_prompts_that_do_not_fit_are_refused(prompt):
 
 def test_sizes_that_do_not_fit_each_other_are_refused():
     """All of them are named."""
+    with pytest.raises(ConfigError, match="beside=9 is more than tokens=8"):
+        Sizes(rows=4, tokens=8, beside=9)
     with pytest.raises(ConfigError) as raised:
-        Sizes(rows=4, tokens=2, pages=1, page_size=0)
-    assert all(name in str(raised.value) for name in ("tokens=2", "pages=1", "page_size=0"))
+        Sizes(rows=4, tokens=2, beside=3, pages=1, page_size=0)
+    assert all(name in str(raised.value) for name in ("tokens=2", "beside=3", "pages=1", "page_size=0"))

@@ -5,10 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mpar import Mesh, compile_decode, models, testing
+from mpar import Mesh, adapters, compile_decode, models, testing
+from mpar.adapters import LoRA
 from mpar.errors import ConfigError
-from mpar.models import CacheSizes
+from mpar.models import CacheSizes, Trainable
+from mpar.quantised import quantise
 from mpar.strategy import preset
+from mpar.tree import Tree
 from tests.models.variants import KINDS, VARIANTS
 
 SIZES = CacheSizes(tokens=12, rows=3, pages_per_row=8, page_size=4, num_pages=20)
@@ -70,14 +73,44 @@ def _batches(rows: list[list[int]], groups: int):
 @pytest.mark.parametrize(("variant", "mesh"), CASES, ids=lambda value: value)
 def test_decoding_equals_the_whole_forward(variant, mesh):
     """Every step's logits are those of `apply` to the row as far as it was read, to 1e-11 in float64."""
-    axes, strategy, changes = MESHES[mesh]
     model = _model(variant)
-    params, groups = model.init(0), changes.get("groups", 1)
+    _compare(model, model.init(0), model, model.init(0), mesh)
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize(
+    ("variant", "kind", "mesh"),
+    [
+        *(("llama", None, mesh) for mesh in ("pp_tp", "cp_tp", "zero3")),
+        *(("llama", kind, mesh) for kind in ("nf4", "int8") for mesh in ("tp", "zero3")),
+        ("qwen3_moe", None, "ep"),
+        ("deepseek_v2", None, "tp_over_kv_heads"),
+        ("mamba2", None, "groups"),
+    ],
+)
+def test_decoding_with_adapters_and_codes_equals_the_forward_of_the_weights(variant, kind, mesh):
+    """The program reads A, B and the codes; its logits are those of `apply` to the sums, and to what the codes stand for."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32} if kind == "nf4" else {}
+    plain = models.build(variant, {**KINDS[variant].base, "initializer_range": 0.3, **sizes}).with_dtype(torch.float64)
+    adapted = adapters.add(plain, LoRA(rank=2, init="random", alpha=8))
+    params = adapters.first_params(adapted, plain.init(0), 1)
+    if kind is None:
+        _compare(adapted, params, plain, adapters.merge(adapted, params), mesh)
+        return
+    model = quantise(adapted, kind)
+    codes = model.quantise_params(params)
+    _compare(model, codes, plain, adapters.merge(adapted, model.dequantise_params(codes, torch.float64)), mesh)
+
+
+def _compare(model: Trainable, params: Tree, plain: models.Model, plain_params: Tree, mesh: str) -> None:
+    """Carry out the plan on a simulated mesh, and compare its logits with those of another model for the same rows."""
+    axes, strategy, changes = MESHES[mesh]
+    groups = changes.get("groups", 1)
     changed = replace(preset(strategy), expert_parallel=changes.get("expert_parallel", 1))
     program = compile_decode(model, Mesh(**axes), changed, replace(SIZES, groups=groups))
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, 61, (n,), generator=generator).tolist() for n in LENGTHS]
-    expected = [model.apply(params, torch.tensor([row]))[0] for row in rows]
+    expected = [plain.apply(plain_params, torch.tensor([row]))[0] for row in rows]
     state, num_compared = program.init_state(params), 0
     for batch, wanted in _batches(rows, groups):
         state, results = program.simulate(state, batch)

@@ -40,6 +40,16 @@ def test_matches_torch(equation, strided):
         testing.assert_close(actual, wanted, name="derivative")
 
 
+@pytest.mark.parametrize("equation", ["bsd,dr->bsr", "bsd,bsr->dr", "bsd,bsr->rd", "rd,bsd->bsr", "sbd,dr->bsr"])
+def test_few_columns(equation, make_tensor):
+    """Products of float32 that are computed as their transposes are right and contiguous."""
+    sizes = {"b": 3, "s": 20, "d": 24, "r": 2}
+    operands = [make_tensor(tuple(sizes[c] for c in part), torch.float32) for part in equation.partition("->")[0].split(",")]
+    y = ops.einsum(equation, *operands)
+    testing.assert_close(y, torch.einsum(equation, *(x.double() for x in operands)), name="y")
+    assert y.is_contiguous()
+
+
 def test_one_and_three_operands(make_tensor):
     """One operand is summed and transposed; several are folded left to right, keeping the letters that are still needed."""
     a, b, c = make_tensor((2, 3), torch.float64), make_tensor((3, 4), torch.float64), make_tensor((4, 2, 5), torch.float64)

@@ -39,6 +39,13 @@ def test_a_shard_draws_its_part_of_the_whole(draw, shape):
     assert torch.equal(draw(KEY, sizes, starts=starts), part)
 
 
+def test_quads_are_parts_of_vectors():
+    """Four neighbours, for each key those of its own vector."""
+    keys = [KEY, ops.fold_key(1, "test"), ops.fold_key(2, "test")]
+    expected = torch.stack([ops.random_uniform(keys[k], (40,))[4 * q : 4 * q + 4] for k, q in ((0, 0), (2, 9), (1, 3), (2, 0))])
+    assert torch.equal(ops.random_quads(torch.tensor(keys)[[0, 2, 1, 2]], torch.tensor([0, 9, 3, 0])), expected)
+
+
 @each_draw
 def test_keys_and_positions_are_unrelated(draw):
     """Other keys give other numbers, and no number stands twice in a small tensor."""

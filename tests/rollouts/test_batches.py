@@ -163,7 +163,7 @@ def test_files_keep_every_character_and_every_bit(tmp_path):
 
 def test_sizes_that_do_not_fit_are_all_named():
     """A row must have room for the longest answer, and groups must be full."""
-    with pytest.raises(ConfigError, match=r"group_size=1 is below 2\n.*seq_len=23 positions.*may take 26"):
+    with pytest.raises(ConfigError, match=r"group_size=1: the answers .*\n.*seq_len=23 positions.*may take 26"):
         plan(group_size=1, max_tokens=23)
     with pytest.raises(ConfigError, match=r"12 answers are drawn at a time .*no full groups of group_size=5"):
         plan(group_size=5)

@@ -1,7 +1,10 @@
 """Rewards: the rules that have names, programs in a limited process, and functions that go wrong."""
 
 import math
+import re
+import signal
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -111,6 +114,41 @@ def test_a_function_that_goes_wrong_is_named(function, message):
     """The error names the reward, and what it did."""
     with pytest.raises(RewardError, match=f"cannot reward answers with mine: .*{message}"):
         score([Reward("mine", 1.0, function)], [rollout("x")] * 2)
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("where", ["in a regular expression", "asleep"])
+def test_a_function_that_does_not_return_is_ended(where):
+    """The error names the function and the row that it read last; a handler of all exceptions does not catch it."""
+
+    def stuck(rollouts):
+        for one in rollouts:
+            try:
+                if one.name.endswith(":2"):
+                    re.match(r"(a+)+$", "a" * 40 + "b") if where.startswith("in") else time.sleep(60)
+            except Exception:
+                pass
+        return [1.0] * len(rollouts)
+
+    rows = [rollout("x"), rollout("why", name="data.jsonl:2"), rollout("y", name="data.jsonl:3")]
+    before = signal.getsignal(signal.SIGALRM)
+    message = (
+        r"mine: task.reward_time_s=0.2 seconds are over.*3 rollouts; the last that it read is the answer 'why' to data.jsonl:2"
+    )
+    with pytest.raises(RewardError, match=message):
+        score([Reward("mine", 1.0, stuck)], rows, 0.2)
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert score([Reward("mine", 1.0, lambda rollouts: [1.0] * 3)], rows, 5.0)[0].reward == 1.0
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_function_that_raises_says_at_which_row():
+    """The row that it read last is named."""
+    rows = [rollout("x"), rollout("why", name="data.jsonl:2")]
+    with pytest.raises(
+        RewardError, match=r"raised ValueError: .*the last rollout that it read is the answer 'why' to data.jsonl:2"
+    ):
+        score([Reward("mine", 1.0, lambda rollouts: [int(one.answer, 36) + int(one.name[-1], 2) for one in rollouts])], rows)
 
 
 def test_wrong_rewards_are_listed_before_anything_runs():

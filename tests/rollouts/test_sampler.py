@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from mpar import models, tree
+from mpar import adapters, models, tree
+from mpar.adapters import LoRA
 from mpar.errors import ShapeError
 from mpar.infer import Sizes
 from mpar.infer.compile import ProgramRunner, make_runner
@@ -54,6 +55,24 @@ def test_parameters_are_not_copied():
     sampler.draw(ASKS[:1])
     for path, leaf in params.items():
         assert runner.state.leaves[f"params.{path}"].data_ptr() == leaf.data_ptr()
+
+
+def test_an_adapter_draws_with_the_tensors_of_the_training():
+    """A policy with an adapter draws from the distribution of the sum, once its matrices are loaded; no weight is copied."""
+    model = models.build("qwen3", {**KINDS["qwen3"].base, "initializer_range": 0.4})
+    adapted = adapters.add(model, LoRA(rank=3, alpha=12, init="random"))
+    first, then = (adapters.first_params(adapted, model.init(0), seed) for seed in (0, 1))
+    runner = make_runner(adapted, first, SIZES)
+    sampler = EngineSampler(lambda params: runner, eos_ids=[0], max_tokens=12)
+    for params in (first, then):
+        leaves = dict(tree.leaves_with_path(params))
+        sampler.load(leaves)
+        for ask, answer in zip(ASKS, sampler.draw(ASKS), strict=True):
+            expected = logps_of(model, adapters.merge(adapted, params), ask, answer.tokens)
+            assert (expected - torch.tensor(answer.logps)).abs().max() < 1e-4
+        assert isinstance(runner, ProgramRunner)
+        for path, leaf in leaves.items():
+            assert runner.state.leaves[f"params.{path}"].data_ptr() == leaf.data_ptr()
 
 
 def test_an_answer_does_not_depend_on_what_was_drawn_before_or_beside_it():

@@ -235,3 +235,35 @@ def test_tokens_of_texts(server):
     assert httpx.post(f"{address}/detokenize", json={"tokens": [97, 98]}).json() == {"prompt": "ab"}
     chat = httpx.post(f"{address}/tokenize", json={"messages": ASKED}).json()
     assert bytes(token for token in chat["tokens"] if token < 256).decode() == "user\nhello\nassistant\n"
+
+
+class Unprepared(CachedTokens):
+    """A runner with three parts to prepare, each of which waits for a permit; `prepared` says before how many steps it was."""
+
+    def __init__(self) -> None:
+        super().__init__(Sizes(rows=1, tokens=64, pages=17, page_size=16, length=256))
+        self.permits, self.num_steps, self.prepared = threading.Semaphore(0), 0, []
+
+    def step(self, *tables):
+        """See `Runner`."""
+        self.num_steps += 1
+        return super().step(*tables)
+
+    def prepare_next(self) -> bool:
+        """See `Runner`."""
+        self.permits.acquire()
+        self.prepared.append(self.num_steps)
+        return len(self.prepared) < 3
+
+
+def test_the_server_prepares_while_nobody_asks():
+    """It answers before all is prepared, goes on behind the answer, and ends with the last part."""
+    runner = Unprepared()
+    with serving(runner) as (address, _), ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(httpx.post, f"{address}/v1/completions", json={"prompt": "ab", "max_tokens": 3}, timeout=30)
+        wait_until(lambda: httpx.get(f"{address}/metrics").text.count("mpar_waiting 1"))
+        runner.permits.release()
+        assert asked.result().status_code == 200
+        runner.permits.release(9)
+        wait_until(lambda: len(runner.prepared) == 3)
+    assert runner.prepared == [0, runner.num_steps, runner.num_steps] and runner.num_steps == 3

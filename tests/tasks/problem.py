@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mpar import models, testing, tree
-from mpar.chain import Segment
+from mpar.chain import HIGHEST, Segment
 from mpar.models import Trainable
 from mpar.program import Program, State
 from mpar.tasks import MEAN, Task, TaskChain
@@ -46,8 +46,8 @@ def answers_batch(lengths: Sequence[Sequence[int]] = LENGTHS, seq_len: int = 16,
 class Problem:
     """A chain with a task, parameters, a batch, and loss, gradients and metrics on one rank, in equal microbatches.
 
-    adapt: makes the policy of the model, which is then the reference without a copy. zeros: how the paths of parameters end that
-    are zero.
+    reference: whether the same model is the reference, with other parameters; or which model is. adapt: makes the policy of the
+    model, which is then the reference without a copy. zeros: how the paths of parameters end that are zero.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Problem:
         task: Task,
         *,
         config: Mapping[str, object] = QWEN3,
-        reference: bool = False,
+        reference: bool | Trainable = False,
         num_microbatches: int = 1,
         logits_chunk: int | None = None,
         batch: Mapping[str, Tensor] | None = None,
@@ -64,7 +64,8 @@ class Problem:
     ) -> None:
         self.model = models.from_config(config, dtype=torch.float64, vocab_multiple=8, logits_chunk=logits_chunk)
         if adapt is None:
-            self.chain = TaskChain(self.model, task, self.model if reference else None)
+            other = reference if isinstance(reference, Trainable) else self.model if reference else None
+            self.chain = TaskChain(self.model, task, other)
         else:
             self.chain = TaskChain(adapt(self.model), task, self.model, shared=True)
         generator = torch.Generator().manual_seed(5)
@@ -96,7 +97,8 @@ class Problem:
                     losses[name] = losses.get(name, 0.0) + value
                 for name, value in (more[0] if more else {}).items():
                     key = f"{segment.name}.{name}"
-                    metrics[key] = metrics.get(key, 0.0) + value
+                    joined = torch.maximum if key.endswith(HIGHEST) else torch.add
+                    metrics[key] = joined(metrics[key], value) if key in metrics else value
         weight = self.chain.weight(self.batch)
         grads = torch.autograd.grad(sum(losses.values()) / weight, leaves, allow_unused=True)
         filled = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
@@ -126,7 +128,7 @@ class Problem:
         for name, loss in self.losses.items():
             testing.assert_close(metrics[name], loss, name=name)
         for name, value in self.metrics.items():
-            if name.endswith(MEAN):
+            if name.endswith((MEAN, HIGHEST)):
                 testing.assert_close(metrics[name], value, name=name)
         for path, grad in self.grads.items():
             testing.assert_close(state.leaves[f"opt.g.{path}"], grad, name=f"gradient of {path}")

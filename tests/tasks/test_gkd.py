@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpar import testing
+from mpar import testing, tree
 from mpar.errors import ConfigError
-from mpar.tasks import generalised_jsd
+from mpar.tasks import Gkd, generalised_jsd
+from tests.program.oracle import VOCAB
+from tests.tasks.problem import Problem, answers_batch
 
 COUNTED = torch.tensor([[True, True, False, True], [False, True, True, True]])
 
@@ -59,3 +61,30 @@ def test_impossible_values_are_refused() -> None:
     """A mixture has a share from 0 to 1."""
     with pytest.raises(ConfigError, match=r"beta=1.5"):
         generalised_jsd(logits(0), logits(1), COUNTED, beta=1.5)
+
+
+def test_the_task_is_the_formula_over_the_tokens_of_answers() -> None:
+    """The mean over tokens of the divergence of the first `vocab_size` logits; what pads the vocabulary has no part in it."""
+    problem = Problem(Gkd(beta=0.3, temperature=0.9), reference=True, batch=answers_batch())
+    student, teacher = (problem_logits(problem, prefix) for prefix in ("", "reference."))
+    assert student.shape[-1] > VOCAB
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for row, place in (problem.batch["answers"] >= 0).nonzero().tolist():
+        s, t = (torch.softmax(x[row, place, :VOCAB] / 0.9, -1) for x in (student, teacher))
+        m = 0.3 * t + 0.7 * s
+        total, count = total + 0.3 * (t * torch.log(t / m)).sum() + 0.7 * (s * torch.log(s / m)).sum(), count + 1
+    testing.assert_close(problem.losses["loss"], total / count)
+
+
+def problem_logits(problem: Problem, prefix: str) -> Tensor:
+    """The logits of one of the two models, whose parameters begin with `prefix`."""
+    x, context = (
+        None,
+        problem.model.context({key: problem.batch[key] for key in problem.model.batch_axes if key in problem.batch}),
+    )
+    for segment in problem.model.segments:
+        reads = tuple(tree.get(problem.params, f"{prefix}{path}") for path in segment.paths)
+        if segment is problem.model.segments[-1]:
+            return segment.fn.token_logits(reads, x, context)
+        x, *_ = segment.fn(reads, x, context, training=False)
+    raise AssertionError

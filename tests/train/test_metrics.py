@@ -10,7 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mpar import models
+from mpar import Mesh, adapters, compile_step, models, tree
+from mpar.adapters import LoRA
+from mpar.optim import AdamW
+from mpar.quantised import quantise
+from mpar.tasks import Dpo, TaskChain
 from mpar.train import (
     ExpertLoad,
     MetricsFile,
@@ -21,7 +25,7 @@ from mpar.train import (
     side_losses,
     tensorboard_writer,
 )
-from mpar.train.curve import draw_experts
+from mpar.train.curve import draw_experts, draw_numbers
 
 BALLAST = """
 import subprocess, sys
@@ -61,6 +65,25 @@ def test_flops_per_token_without_a_gate():
     attention_weights = 8 * (4 * 6) + 2 * 8 * (2 * 6) + (4 * 6) * 8
     weights = 3 * (attention_weights + 2 * 8 * 20) + 50 * 8
     assert flops_per_token(model, 32, causal=True) == 6 * weights + 6 * 3 * 4 * 6 * 32
+
+
+def test_flops_of_what_is_frozen():
+    """A frozen weight has a forward and the gradient of what it is multiplied with; before the first that is trained, there is
+    no gradient at all; a reference model has a forward only. Codes of quantised weights count as what they stand for."""
+    plain = models.from_config(CONFIG | {"hidden_size": 64, "tie_word_embeddings": False})
+    layer = 64 * (4 * 6) * 2 + 2 * 64 * (2 * 6) + 3 * 64 * 20
+    weights, pairs = 3 * layer + 50 * 64, 2 * 4 * 6 * 32
+    lora = adapters.add(plain, LoRA(rank=2, targets=("q_proj",)))
+    of_lora = 3 * (64 + 4 * 6) * 2
+    assert flops_per_token(lora, 32, causal=False) == 4 * weights + 6 * of_lora + 3 * 6 * pairs
+    quantised = quantise(lora, "int8")
+    assert flops_per_token(quantised, 32, causal=False) == flops_per_token(lora, 32, causal=False)
+    assert flops_per_token(TaskChain(lora, Dpo(), plain, shared=True), 0, causal=False) == 6 * weights + 6 * of_lora
+    upper = models.freeze(plain, names=["embed", "layers.[01]"])
+    assert flops_per_token(upper, 32, causal=False) == 2 * weights + 4 * (layer + 50 * 64) + (2 + 2 + 6) * pairs
+    count = sum(leaf.numel() for leaf in tree.leaves(plain.abstract_params))
+    program = compile_step(quantised, AdamW(lr=1e-3), Mesh(tp=1), "ddp", (1, 32))
+    assert program.num_parameters() == (of_lora, count)
 
 
 def record(step: int) -> StepRecord:
@@ -184,6 +207,17 @@ def test_picture_of_experts(tmp_path):
     assert path is not None
     assert path.read_bytes()[:4] == b"\x89PNG"
     assert not (tmp_path / "none.png").exists()
+
+
+def test_picture_of_other_numbers(tmp_path):
+    """Numbers of a task have one; those that every run has, of experts and of evaluations alone have none."""
+    plain = [replace(experts_record(step), side_losses={}, eval_losses={"x": 1.0}).numbers() for step in (1, 2)]
+    assert draw_numbers(plain, tmp_path / "none.png", "x") is None
+    records = [replace(record(step), task_means={"rewards/margins": 0.5 * step}).numbers() for step in (1, 2)]
+    records[1]["eval_rewards/margins"] = 0.75
+    path = draw_numbers(records, tmp_path / "numbers.png", "x")
+    assert path is not None
+    assert path.read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_peak_of_a_process_is_its_own():

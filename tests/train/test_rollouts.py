@@ -9,14 +9,17 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from mpar import checkpoint
+from mpar import checkpoint, tree
 from mpar.cli._compose import compose_config
 from mpar.errors import CheckpointError, NumericsError, RewardError
+from mpar.models import from_config as build_model
+from mpar.models import from_hf, stored_leaves, write_hf
 from mpar.program import Program
 from mpar.rollouts import list_rollouts, read_rollouts
 from mpar.train import (
     Progress,
     Rank,
+    RolloutPrograms,
     Saving,
     StepRecord,
     Stop,
@@ -24,12 +27,14 @@ from mpar.train import (
     Watch,
     draw_rollouts,
     load_data,
+    load_params,
     make_optimizer,
     make_setup,
     run_steps,
     start,
 )
-from mpar.train.compile import compile_program
+from mpar.train._reward_models import find_reward_model, reward_folders
+from mpar.train.compile import compile_measure, compile_program, compile_scorer
 from tests.train.test_health import alone
 
 CPU = torch.device("cpu")
@@ -46,6 +51,29 @@ GRPO = (
     *("task=grpo", "task.rewards=[exact]", "task.group_size=4", "task.max_new_tokens=3", "task.max_prompt_tokens=5"),
     *("data.seq_len=28", "data.batch_size=8", "data.sources=[prompts.jsonl]"),
 )
+
+
+LORA = ("adapter=lora", "adapter.rank=4", "adapter.alpha=64")
+QLORA = (*LORA, "model.quantise=int8")
+PPO = (
+    *("task=ppo", "task.rewards=[exact]", "task.max_new_tokens=3", "task.max_prompt_tokens=5", "task.rollout_rounds=3"),
+    *("data.seq_len=28", "data.batch_size=8", "data.sources=[prompts.jsonl]"),
+)
+
+
+GKD = (
+    *("task=gkd", "task.teacher=teacher", "task.max_new_tokens=3", "task.max_prompt_tokens=5", "task.lmbda=0.5"),
+    *("data.seq_len=28", "data.batch_size=8", "data.sources=[noisy.jsonl]"),
+)
+
+
+def write_teacher(folder: Path) -> None:
+    """A model of the same vocabulary with one layer more and half of the width."""
+    config = {**MODEL, "model_type": "qwen3", "hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    teacher = build_model({**config, "initializer_range": 0.4}, vocab_multiple=16)
+    names = [name for leaf in stored_leaves(teacher).values() for name in leaf.names]
+    leaves = tree.leaves_with_path(teacher.init(3))
+    write_hf(teacher, leaves, folder / "teacher", dict.fromkeys(names, torch.float32), 2**30)
 
 
 def write_arithmetic(folder: Path) -> None:
@@ -84,6 +112,19 @@ def compiled(overrides: tuple[str, ...]) -> Program:
     return compile_program(make_setup(compose_config("train", TrainConfig, [*COMMON, *overrides, "steps=1"])[0]))
 
 
+@functools.cache
+def rollout_programs(overrides: tuple[str, ...]) -> RolloutPrograms:
+    """The programs of forwards of a run."""
+    setup = make_setup(compose_config("train", TrainConfig, [*COMMON, *overrides, "steps=1"])[0])
+    if not setup.config.task.draws:
+        return RolloutPrograms()
+    measure = compile_measure(setup, compiled(overrides)) if setup.chain.task.measured else None
+    folders = reward_folders(setup.config.task)
+    return RolloutPrograms(
+        measure, {folder: compile_scorer(setup, find_reward_model(folder, setup.model).model) for folder in folders}
+    )
+
+
 def trained(run_dir: Path, steps: int, *overrides: str, init: Path | None = None) -> list[StepRecord]:
     """The records of a run in this process, which goes on from the newest checkpoint in its folder."""
     given = [*COMMON, *overrides, f"run_dir={run_dir}", f"steps={steps}", "data.tokenizer=digits"]
@@ -95,7 +136,7 @@ def trained(run_dir: Path, steps: int, *overrides: str, init: Path | None = None
     with Watch(run_dir / "place") as watch:
         run = program.bind(counter=watch, progress=watch)
         stop, saving = Stop(alone), Saving(config, resolved, program, 0, CPU, alone, watch, str)
-        draw_rollouts(setup, program, data, 0, lambda mine: [mine], CPU)
+        draw_rollouts(setup, program, data, 0, lambda mine: [mine], CPU, rollout_programs(overrides))
         rank = Rank(setup, program, data.training, 0, CPU, run, watch, saving, stop, alone, data.items)
         state, progress = start(rank, checkpoint.latest(run_dir / "checkpoints"), init)
         run_steps(rank, state, progress, records.append)
@@ -120,9 +161,13 @@ def test_it_learns_to_add(arithmetic):
     assert any(record.task_means["gap"] > 1e-3 for record in records[1::3])
 
 
-def test_a_run_goes_on_between_two_updates_with_the_same_bits(arithmetic):
+@pytest.mark.parametrize("name", ["grpo", "lora", "ppo", "gkd"])
+def test_a_run_goes_on_between_two_updates_with_the_same_bits(arithmetic, name):
     """A run of 7 updates in three parts, stopped between updates of one drawing and at a drawing, ends with the same bits."""
-    options = (*GRPO, "task.rollout_batches=2", "task.rollout_rounds=2", "optimizer.lr_decay=constant")
+    if name == "gkd":
+        write_teacher(arithmetic)
+    chosen = {"grpo": GRPO, "lora": (*GRPO, *LORA), "ppo": PPO, "gkd": GKD}[name]
+    options = (*chosen, "task.rollout_batches=2", "task.rollout_rounds=2", "optimizer.lr_decay=constant")
     expected = trained(arithmetic / "one", 7, *options)
     records = [record for end in (3, 4, 7) for record in trained(arithmetic / "parts", end, *options)]
     assert [record.loss for record in records] == [record.loss for record in expected]
@@ -135,10 +180,86 @@ def test_a_run_goes_on_between_two_updates_with_the_same_bits(arithmetic):
         assert path.read_bytes() == (arithmetic / "parts" / "rollouts" / path.name).read_bytes()
 
 
-def test_it_is_held_to_the_model_of_the_beginning(arithmetic):
-    """With beta, a frozen copy lies beside the model: the divergence is 0 at first, and then it is not."""
+def test_values_are_those_of_the_model_when_answers_were_drawn(arithmetic):
+    """The first update of each drawing meets the old values, log-probabilities, and a reference model that is the same."""
+    records = trained(arithmetic / "ppo", 7, *PPO, "optimizer.lr_decay=constant", "task.value_weight=2")
+    for number in (0, 3, 6):
+        means, path = records[number].task_means, list_rollouts(arithmetic / "ppo" / "rollouts")[number // 3]
+        first = read_rollouts(path).rollouts
+        values = [value for one in first for value in one.of_tokens["values"]]
+        assert means["values"] == pytest.approx(sum(values) / len(values), abs=1e-6)
+        assert means["gap_highest"] < 1e-5
+        assert means["ratio"] == pytest.approx(1, abs=1e-5)
+    assert records[0].task_means["values"] == 0
+    assert records[0].task_means["kl"] < 1e-9 < records[2].task_means["kl"]
+    assert records[1].task_means["gap_highest"] > records[1].task_means["gap"] > 1e-4
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_the_student_comes_nearer_to_a_teacher_of_another_size(arithmetic, share):
+    """The divergence falls; so many answers are the student's own, and the others those of the data."""
+    write_teacher(arithmetic)
+    records = trained(arithmetic / "gkd", 24, *GKD, f"task.lmbda={share}", "optimizer.lr=1e-2")
+    divergences = [record.task_means["divergence"] for record in records]
+    assert sum(divergences[-4:]) < 0.7 * sum(divergences[:4])
+    rollouts = read_rollouts(list_rollouts(arithmetic / "gkd" / "rollouts")[0]).rollouts
+    writers = [one.writer for one in rollouts]
+    assert set(writers) == ({"policy", "data"} if share < 1 else {"policy"})
+    assert records[0].batch_numbers["on_policy"] == pytest.approx(writers.count("policy") / len(writers))
+    rows = [json.loads(line) for line in (arithmetic / "noisy.jsonl").read_text().splitlines()]
+    for one in rollouts:
+        if one.writer == "data":
+            assert one.answer == rows[int(one.name.rpartition(":")[2]) - 1]["answer"]
+
+
+def test_the_teacher_draws_what_the_student_does_not(arithmetic):
+    """With seq_kd no answer is that of the data; an answer of the teacher is likely for the teacher."""
+    write_teacher(arithmetic)
+    trained(arithmetic / "gkd", 1, *GKD, "task.lmbda=0", "task.seq_kd=true")
+    rollouts = read_rollouts(list_rollouts(arithmetic / "gkd" / "rollouts")[0]).rollouts
+    assert {one.writer for one in rollouts} == {"teacher"}
+    teacher, params = from_hf(arithmetic / "teacher", dtype=torch.float32)
+    for one in rollouts[:4]:
+        ids = torch.tensor([*one.prompt_ids, *one.answer_ids])
+        logps = teacher.apply(params, ids[None, :-1])[0].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        assert (logps[len(one.prompt_ids) - 1 :] - torch.tensor(one.logps)).abs().max() < 1e-4
+
+
+def test_a_reward_model_rewards_answers(arithmetic):
+    """The reward of an answer is the score at its last token by the model in the folder, beside a function, both weighed."""
+    pairs = [{"prompt": f"{a}+1", "chosen": str(a + 1), "rejected": str(a)} for a in range(4)]
+    (arithmetic / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in pairs), encoding="utf-8")
+    judge = ("task=reward", "data.seq_len=16", "data.batch_size=4", "data.sources=[pairs.jsonl]", "optimizer.lr=1e-2")
+    trained(arithmetic / "judge", 6, *judge)
+    both = ("task.rewards=[judge,exact]", "task.reward_weights=[0.5,2]")
+    trained(arithmetic / "run", 1, *GRPO, *both)
+    newest = checkpoint.latest(arithmetic / "judge" / "checkpoints")
+    model = make_setup(compose_config("train", TrainConfig, [*COMMON, *judge, "steps=1"])[0]).model
+    params = load_params(model, newest)
+    with checkpoint.Reader(newest) as reader:
+        score_D1 = reader.read("params.task.score_D1")
+    for one in read_rollouts(arithmetic / "run" / "rollouts" / "000000.jsonl").rollouts[:8]:
+        ids = torch.tensor([[*one.prompt_ids, *one.answer_ids]])
+        x, context = None, model.context({"tokens": ids, "labels": torch.full_like(ids, -100)})
+        for segment in model.segments:
+            reads = tuple(tree.get(params, path) for path in segment.paths)
+            if segment is model.segments[-1]:
+                x = segment.fn.hidden(reads, x, context)
+            else:
+                x, *_ = segment.fn(reads, x, context, training=False)
+        expected = float((x[0, -1] @ score_D1)[0])
+        assert expected != 0
+        assert one.rewards["judge"] == pytest.approx(expected, abs=1e-5)
+        assert one.reward == pytest.approx(0.5 * expected + 2 * one.rewards["exact"], abs=1e-5)
+
+
+@pytest.mark.parametrize("policy", [(), LORA, QLORA], ids=["all", "lora", "qlora"])
+def test_it_is_held_to_the_model_of_the_beginning(arithmetic, policy):
+    """With beta, a frozen copy lies beside the model, or the model without its adapter: the divergence is 0 at first, and then it
+    is not. What was drawn has the log-probabilities that the trainer computes."""
     short = ("task.rewards=[length]", "task.reward_options={length: {target: 1}}", "optimizer.lr_decay=constant")
-    records = trained(arithmetic / "run", 3, *GRPO, *short, "task.beta=0.1", "task.rollout_rounds=3")
+    records = trained(arithmetic / "run", 4, *GRPO, *policy, *short, "task.beta=0.1", "task.rollout_rounds=3")
+    assert [record.task_means["gap"] < 1e-6 for record in records] == [True, False, False, True]
     divergences = [record.task_means["kl"] for record in records]
     assert divergences[0] < 1e-9 < divergences[1] < divergences[2]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import mpar
 from mpar import models, tree
 from mpar.errors import MparError
-from mpar.infer import generate
+from mpar.infer.compile import generate
 from mpar.models.traced import TracedModel, load_transformers, transformers_config
 from mpar.optim import SGD
 from mpar.strategy import preset

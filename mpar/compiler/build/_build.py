@@ -146,4 +146,5 @@ def _facts(blueprint: Blueprint, kinds: Kinds, mesh: Mesh) -> Facts:
         },
         fallbacks=tuple(sorted({op for code in kinds.codes.values() for op in code.fallbacks})),
         frozen=tuple(sorted(blueprint.model.frozen)),
+        stands_for=dict(blueprint.model.stands_for),
     )

@@ -64,17 +64,21 @@ class Functions:
         key = name if len(distinct) == 1 and leaves[0].dtype == dtypes[0] else f"{name} to {to}{which}"
         return self.compile(key, cast, (list(leaves),), source, target)
 
-    def sum(self, left: list[int], right: list[int], dtypes: Sequence[torch.dtype], *, over: bool) -> Code:
+    def sum(
+        self, left: list[int], right: list[int], dtypes: Sequence[torch.dtype], *, over: bool, highest: frozenset[int]
+    ) -> Code:
         """`left + right` in `dtypes`, value by value, on each rank; pending sums stay pending.
 
-        over: whether sums are written over `left`, which has these dtypes.
+        over: whether sums are written over `left`, which has these dtypes. highest: of which values the higher one
+        counts instead.
         """
 
         def add(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
-            return [_cast(x, dtype) + y for x, y, dtype in zip(a, b, dtypes, strict=True)]
+            pairs = [(_cast(x, dtype), y) for x, y, dtype in zip(a, b, dtypes, strict=True)]
+            return [torch.maximum(x, y) if i in highest else x + y for i, (x, y) in enumerate(pairs)]
 
         values = self.values
-        key = (over, tuple(dtypes), *((values[v].shape, values[v].dtype, values[v].spec) for v in (*left, *right)))
+        key = (over, highest, tuple(dtypes), *((values[v].shape, values[v].dtype, values[v].spec) for v in (*left, *right)))
         if key not in self.sums:
             args, specs = (values.globals(left), values.globals(right)), values.specs([*left, *right])
             name, passes = ("add to", (overwrite_operands,)) if over else ("add", ())

@@ -143,16 +143,18 @@ class Writer:
         segment: str = "",
         piece: Piece | None = None,
         dtypes: Sequence[torch.dtype] | None = None,
+        highest: Sequence[int] = (),
     ) -> list[int]:
         """Write `left + right`, value by value, on each rank; pending sums stay pending.
 
-        dtypes: those of the sums; None: those of `left`. Nothing may read `left` afterwards: the sums are written over it if they
-        fit and it shares no memory with other values.
+        dtypes: those of the sums; None: those of `left`. highest: of which values the higher one counts instead.
+        Nothing may read `left` afterwards: the sums are written over it if they fit and it shares no memory with other values.
         """
         own = [self.values[v].dtype for v in left]
         dtypes = own if dtypes is None else list(dtypes)
         over = dtypes == own and all(self.values.lies_alone(v) for v in left)
-        out = self.emit("accumulate", self.functions.sum(left, right, dtypes, over=over), [*left, *right], names, segment, piece)
+        code = self.functions.sum(left, right, dtypes, over=over, highest=frozenset(highest))
+        out = self.emit("accumulate", code, [*left, *right], names, segment, piece)
         if over:
             self.values.overwritten.update(left)
         return out

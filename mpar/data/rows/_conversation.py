@@ -12,7 +12,7 @@ __all__ = ["COLUMNS", "asked_before", "conversation", "keys_of", "list_of_messag
 COLUMNS = (
     "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "query", "response", "question",
     "answer", "problem", "solution", "history", "system", "tools", "text", "chosen", "rejected", "rejected_response",
-    "rejected_messages", "label", "margin",
+    "rejected_messages", "label", "margin", "completions", "labels",
 )  # fmt: skip
 """The columns that formats have."""
 _FORMATS = (

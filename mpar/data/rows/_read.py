@@ -12,6 +12,7 @@ from mpar.data.rows._preference import labelled, preference
 from mpar.data.rows._preprocess import Preprocess, preprocess_function
 from mpar.data.rows._prompt import prompt
 from mpar.data.rows._row import BadRow, EmptyRow, FilteredRow, MediaRow, Row, RowFault
+from mpar.data.rows._stepwise import stepwise
 from mpar.errors import brief
 
 __all__ = ["AnyRow", "Columns", "read_rows", "row_reader"]
@@ -90,6 +91,8 @@ def _row(kind: str, record: Record, value: Mapping[str, object]) -> AnyRow:
         if kind == "prompt":
             asked = prompt(value)
             return Row(record.file, record.line, **vars(asked), excerpt=record.excerpt)
+        if kind == "prm":
+            return Row(record.file, record.line, **vars(stepwise(value)), excerpt=record.excerpt)
         if kind in ("preference", "kto"):
             judged = preference(value) if kind == "preference" else labelled(value)
             return Row(record.file, record.line, **vars(judged), excerpt=record.excerpt)

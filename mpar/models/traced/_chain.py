@@ -13,7 +13,7 @@ from mpar.chain import Axes, Carry, Segment, context_of
 from mpar.errors import ConfigError, DataError
 from mpar.models._batch import BATCH_KEYS, ORDER, Batch, batch_weight, check_batch
 from mpar.models._matrix import Matrix, joined_matrices
-from mpar.models._model import Trainable
+from mpar.models._model import Multiplications, Trainable
 from mpar.models.traced import _runs as runs
 from mpar.models.traced._attention import carried_axes
 from mpar.models.traced._imported import Imported, imported
@@ -61,12 +61,14 @@ class TracedChain(Trainable):
         return self.imported.vocab_size
 
     @property
-    def multiplications(self) -> tuple[float, float]:
-        """The weights that a token is multiplied with, and its multiplications with each other token of a row."""
+    def multiplications(self) -> Multiplications:
+        """What a token is multiplied with."""
         found = self.imported
-        matrices = {name: x.numel() for name, x in found.skeleton.parameters.items() if x.ndim > 1}
-        read = {name for name in matrices if name not in found.embed} | (set(found.head) & set(matrices))
-        return float(sum(matrices[name] for name in read)), float(sum(found.pairs))
+        matrices = {name for name, x in found.skeleton.parameters.items() if x.ndim > 1}
+        read = {name for name in matrices if name not in found.embed} | (set(found.head) & matrices)
+        leaves = {name: tree.leaves_with_path(tree.get(self.abstract_params, name)) for name in sorted(read)}
+        weights = {f"{name}.{path}".rstrip("."): float(x.numel()) for name, parts in leaves.items() for path, x in parts}
+        return Multiplications(weights, {f"layers.{i}": float(pairs) for i, pairs in enumerate(found.pairs)})
 
     @functools.cached_property
     def matrices(self) -> tuple[Matrix, ...]:  # type: ignore[override]

@@ -4,10 +4,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
+from pathlib import Path
 
 from mpar.errors import ConfigError, MparError, RewardError, brief
 from mpar.plug_ins import PlugIn, is_reference
 from mpar.rollouts._rollout import Rollout
+from mpar.rollouts.rewards._limit import Followed, OutOfTime, limited
 
 __all__ = ["NAMES", "Reward", "RewardSpec", "make_rewards", "reward_problems", "score"]
 
@@ -32,6 +34,11 @@ class RewardSpec:
     options: Mapping[str, object] = field(default_factory=dict)
 
     @property
+    def is_folder(self) -> bool:
+        """Whether it is the folder of a reward model, and not a function."""
+        return self.name not in NAMES and not is_reference(self.name) and Path(self.name).is_dir()
+
+    @property
     def plug_in(self) -> PlugIn:
         """The function."""
         return PlugIn(f"reward_options.{self.name}", NAMES.get(self.name, self.name), self.options, positional=1)
@@ -53,8 +60,12 @@ def reward_problems(specs: Sequence[RewardSpec]) -> list[str]:
     names = [spec.name for spec in specs]
     problems += [f"the reward {name} is named twice" for name in dict.fromkeys(names) if names.count(name) > 1]
     for spec in specs:
-        if spec.name not in NAMES and not is_reference(spec.name):
-            problems.append(f"{spec.name!r} is no reward: known are {', '.join(NAMES)}, and module:function")
+        if spec.is_folder:
+            problems += [f"the reward model {spec.name} has no options"] if spec.options else []
+        elif spec.name not in NAMES and not is_reference(spec.name):
+            problems.append(
+                f"{spec.name!r} is no reward: known are {', '.join(NAMES)}, module:function, and folders of runs with task=reward"
+            )
         else:
             problems += spec.plug_in.problems()
         if not math.isfinite(spec.weight):
@@ -70,27 +81,39 @@ def make_rewards(specs: Sequence[RewardSpec]) -> list[Reward]:
     return [Reward(spec.name, spec.weight, spec.plug_in.function(), spec.options) for spec in specs]
 
 
-def score(rewards: Sequence[Reward], rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The rollouts with their rewards. A reward that is None or NaN is left out of the sum; a rollout without any has None.
+def score(rewards: Sequence[Reward], rollouts: Sequence[Rollout], time_s: float | None = None) -> list[Rollout]:
+    """The rollouts with these rewards besides those that they have. A reward that is None or NaN is left out of the sum; a
+    rollout without any has None.
 
-    Raises RewardError if a function raises, or returns anything else than a number or None for each rollout.
+    time_s: how long a function may take, see `limited`. Raises RewardError if one takes longer, raises, or returns anything else
+    than a number or None for each rollout.
     """
-    columns = {reward.name: _values(reward, rollouts) for reward in rewards}
+    columns = {reward.name: _values(reward, rollouts, time_s) for reward in rewards}
     scored = []
     for index, rollout in enumerate(rollouts):
         given = {name: values[index] for name, values in columns.items()}
         parts = [reward.weight * value for reward in rewards if (value := given[reward.name]) is not None]
-        scored.append(replace(rollout, rewards=given, reward=math.fsum(parts) if parts else None))
+        parts += [] if rollout.reward is None else [rollout.reward]
+        scored.append(replace(rollout, rewards={**rollout.rewards, **given}, reward=math.fsum(parts) if parts else None))
     return scored
 
 
-def _values(reward: Reward, rollouts: Sequence[Rollout]) -> list[float | None]:
+def _values(reward: Reward, rollouts: Sequence[Rollout], time_s: float | None) -> list[float | None]:
+    followed = Followed(rollouts)
     try:
-        found = reward.function(rollouts, **reward.options)
+        with limited(time_s):
+            found = reward.function(followed, **reward.options)
+    except OutOfTime:
+        at = "before it read one" if followed.last is None else f"the last that it read is {_described(followed.last)}"
+        raise RewardError(
+            f"cannot reward answers with {reward.name}: task.reward_time_s={time_s:g} seconds are over, and it has not returned "
+            f"for {len(rollouts)} rollouts; {at}.\nLet it give up by itself, which None says, or allow it more time."
+        ) from None
     except MparError as error:
         raise RewardError(f"cannot reward answers with {reward.name}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise RewardError(f"cannot reward answers with {reward.name}: it raised {type(error).__name__}: {error}") from error
+        at = "" if followed.last is None else f"; the last rollout that it read is {_described(followed.last)}"
+        raise RewardError(f"cannot reward answers with {reward.name}: it raised {type(error).__name__}: {error}{at}") from error
     if isinstance(found, str | Mapping) or not hasattr(found, "__iter__"):
         raise RewardError(f"cannot reward answers with {reward.name}: it returned {brief(found)}, not a number for each rollout")
     values = list(found)
@@ -102,6 +125,10 @@ def _values(reward: Reward, rollouts: Sequence[Rollout]) -> list[float | None]:
     return [_value(reward, value, rollout) for value, rollout in zip(values, rollouts, strict=True)]
 
 
+def _described(rollout: Rollout) -> str:
+    return f"the answer {brief(rollout.answer)} to {rollout.name}"
+
+
 def _value(reward: Reward, value: object, rollout: Rollout) -> float | None:
     """A number, or None for None and NaN."""
     number = value.item() if hasattr(value, "item") and not isinstance(value, Real) else value
@@ -109,7 +136,7 @@ def _value(reward: Reward, value: object, rollout: Rollout) -> float | None:
         return None
     if not isinstance(number, Real) or not math.isfinite(number):
         raise RewardError(
-            f"cannot reward answers with {reward.name}: for the answer {brief(rollout.answer)} to {rollout.name} it returned "
+            f"cannot reward answers with {reward.name}: for {_described(rollout)} it returned "
             f"{brief(value)}, which is no finite number, None or NaN"
         )
     return float(number)

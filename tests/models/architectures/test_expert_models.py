@@ -12,7 +12,7 @@ import yaml
 from mpar import models, testing, tree
 from mpar.conf_dir import conf_dir
 from mpar.errors import CheckpointError, ConfigError, UnknownNameError
-from mpar.infer import generate
+from mpar.infer.compile import generate
 from mpar.mesh import Mesh
 from mpar.models.layers.moe import MoeConfig, _moe
 from mpar.optim import AdamW

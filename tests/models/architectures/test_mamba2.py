@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from mpar import models, testing, tree
 from mpar.errors import ConfigError
-from mpar.infer import generate
+from mpar.infer.compile import generate
 
 BASE = {
     "vocab_size": 61,
@@ -113,17 +113,6 @@ def test_steps_give_the_logits_of_the_whole(make_folder):
         logits, state = model.decode(params, piece, state)
         parts.append(logits)
     testing.assert_close(torch.cat(parts, 1), model.apply(params, TOKENS))
-
-
-def test_generation_reads_each_token_once(make_folder, monkeypatch):
-    """The prompt goes through the model once, then each new token alone."""
-    folder, _ = make_folder()
-    model, params = models.from_hf(folder)
-    sizes, kind = [], models.DeclaredModel
-    decode = kind.decode
-    monkeypatch.setattr(kind, "decode", lambda self, *args: (sizes.append(args[1].shape[1]), decode(self, *args))[1])
-    generate(model, params, TOKENS[:, :5], 4)
-    assert sizes == [5, 1, 1, 1]
 
 
 def test_models_that_need_the_whole_row_do_not_decode():

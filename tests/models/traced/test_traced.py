@@ -11,7 +11,7 @@ import transformers
 import mpar
 from mpar import models, ops, testing, tree
 from mpar.errors import ConfigError, UnknownNameError
-from mpar.infer import generate
+from mpar.infer.compile import generate
 from mpar.models import traced
 from mpar.models.traced import _attention, _find_traits, _mode, _runs, _self_check
 from mpar.models.traced._skeleton import Source
