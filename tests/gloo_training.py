@@ -40,11 +40,12 @@ def train_cases(
     folder: pathlib.Path,
     make_params: Callable[[str], Any],
     transport_of: Callable[[str], str | None],
-    batches: Sequence[dict[str, Tensor]],
+    batches_of: Callable[[str], Sequence[dict[str, Tensor]]],
 ) -> None:
     """In one of the processes: train the cases that the folder has programs of; rank 0 saves what it found.
 
-    make_params: the global parameters of a case. transport_of: what carries its messages.
+    make_params: the global parameters of a case. transport_of: what carries its messages. batches_of: what it is trained
+    on, a batch for each step.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -52,7 +53,7 @@ def train_cases(
     for path in sorted(folder.glob("*.pickle")):
         program = pickle.loads(path.read_bytes())
         state = program.init_state(make_params(path.stem), rank)
-        results[path.stem] = _train(rank, program, state, transport_of(path.stem), batches)
+        results[path.stem] = _train(rank, program, state, transport_of(path.stem), batches_of(path.stem))
     if rank == 0:
         torch.save(results, folder / "results.pt")
     dist.barrier()

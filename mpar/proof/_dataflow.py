@@ -25,13 +25,13 @@ from mpar.proof._labels import (
     as_text,
 )
 from mpar.proof._pieces import Pieces
+from mpar.proof._roles import BACKWARD, Roles
 from mpar.proof._states import States
 from mpar.proof._step_end import StepEnd
 
 __all__ = ["check_dataflow", "in_order"]
 
 _PER_PIECE = ("weight", "context", "forward", "backward", "backward_input", "backward_weight")  # ops done for every piece
-_BACKWARD = ("backward", "backward_input", "backward_weight")
 
 
 def check_dataflow(program: ProgramData) -> None:
@@ -39,7 +39,7 @@ def check_dataflow(program: ProgramData) -> None:
 
     - an instruction that is repeated for every microbatch reads the same values for each, and nothing of another microbatch. If
       rows are cut into slices, a forward reads nothing of later slices, and a backward reads the gradients that later slices give
-      for what its slice carried;
+      for what its slice carried; every backward of one kind reads the same results of its forward;
     - the weight of the batch is the sum of the weights of its microbatches, and the loss contains the losses of all of them;
     - each gradient is the sum of the contributions of all microbatches, each once, reduced as the strategy says. For each use of
       the parameter, microbatches are added in the order of the schedule; then these sums, in the order of the chain;
@@ -49,10 +49,10 @@ def check_dataflow(program: ProgramData) -> None:
 
     Only for programs that `mpar.schedules.check_order` has accepted, so that no message is waited for without end.
     """
-    flow = _Flow(program)
+    flow, roles = _Flow(program), Roles()
     for position, line, instruction in in_order(program):
         problems = (why for member in instruction.alone if (why := flow.follow(position, member)) is not None)
-        why = next(problems, _members_problem(instruction))
+        why = next(problems, _members_problem(instruction)) or roles.problem(instruction, flow.labels, flow.pieces.forwards)
         if why is not None:
             fail(program, position, line, instruction, why)
     flow.check_read()
@@ -203,7 +203,7 @@ class _Flow:
     def _result(self, instruction: Instruction, purpose: str | Squares, index: int) -> Meaning:
         if isinstance(purpose, Squares):
             return Squares(purpose.first, index)
-        if instruction.op in _BACKWARD:  # what it makes besides reports and contributions are gradients of inputs
+        if instruction.op in BACKWARD:  # what it makes besides reports and contributions are gradients of inputs
             return InputGradient(instruction.segment, index)
         return Result(purpose, instruction.segment if instruction.op in _PER_PIECE else "", index)
 
@@ -212,7 +212,7 @@ def _listed_label(part: Part, value: int) -> tuple[Label | None, tuple[str, ...]
     """If the part lists a value: its label, the ops that may make it, and the segment that must make it."""
     if value in part.contributions:
         grad = part.contributions[value]
-        return Label(Contributed(grad.path, grad.use), grad.piece), _BACKWARD, grad.use.rstrip("'")
+        return Label(Contributed(grad.path, grad.use), grad.piece), BACKWARD, grad.use.rstrip("'")
     if value in part.reports:
         report = part.reports[value]
         return Label(Result("forward", report.segment, report.index), report.piece), ("backward",), report.segment

@@ -8,12 +8,16 @@ from mpar.proof._labels import Carried, Given, InputGradient, Label, Meaning, Of
 
 __all__ = ["Pieces"]
 
+COTANGENT = Result("weight", "", 1)
+"""The reciprocal of the weight of the batch, made together with the weight."""
+
 
 class Pieces:
     """Remembers what instructions read for the first microbatch, to compare those of the others with it.
 
     first:     by (op, segment, slice): what was read for the first microbatch, without the number of the microbatch.
     forwards:  by (segment, piece): what the forward read.
+    primals:   by (segment, slice): what a forward read, alone or as one with its backward, without the number of the microbatch.
     own_slice: by (op, segment): what was read of the slice itself, which is the same for every slice.
     readers:   by (segment, piece), and then by the index of a value that it carried: the pieces that read this value.
     """
@@ -22,6 +26,7 @@ class Pieces:
         self.terms, self.num_slices = terms, num_slices
         self.first: dict[tuple[str, str, int], tuple[Hashable, ...]] = {}
         self.forwards: dict[tuple[str, Piece], Sequence[Label]] = {}
+        self.primals: dict[tuple[str, int], list[Hashable]] = {}
         self.own_slice: dict[tuple[str, str], list[Meaning]] = {}
         self.readers: dict[tuple[str, Piece], dict[int, list[Piece]]] = {}
 
@@ -31,7 +36,7 @@ class Pieces:
         why = self._foreign(instruction, piece, operands)
         if why is None and self.num_slices > 1:
             why = self._slices_problem(instruction, piece, operands)
-        why = why or self._own_slice_problem(instruction, piece, operands)
+        why = why or self._own_slice_problem(instruction, piece, operands) or self._primals_problem(instruction, piece, operands)
         if why is not None:
             return why
         current = tuple(self._without_microbatch(label) for label in operands)
@@ -82,6 +87,21 @@ class Pieces:
         if all(label in forward_operands for label in read_again):  # `in` advances the iterator, so this checks the order too
             return None
         return "does not read what its forward read, in that order"
+
+    def _primals_problem(self, instruction: Instruction, piece: Piece, operands: Sequence[Label]) -> str | None:
+        """What is wrong if a forward, alone or together with its backward, does not read what it reads for another microbatch, or
+        if a backward does not read what was made since its forward in the order in which it was made, each once; else None."""
+        segment = instruction.segment
+        made = [label.meaning for label in operands if _made_since_forward(label.meaning, segment)]
+        numbers = [(m.op == "backward_input", m.index) for m in made if isinstance(m, Result) and m.segment]
+        if numbers != sorted(set(numbers)):
+            return "does not read what its forward kept in the order in which it was made, each once"
+        if instruction.op != "forward" and (instruction.op != "backward" or (segment, piece) in self.forwards):
+            return None
+        read = [self._without_microbatch(label) for label in operands if not _made_since_forward(label.meaning, segment)]
+        if self.primals.setdefault((segment, piece.slice), read) != read:
+            return "does not read what the forward of the same segment reads for another microbatch"
+        return None
 
     def _slices_problem(self, instruction: Instruction, piece: Piece, operands: Sequence[Label]) -> str | None:
         """What is wrong with the operands that belong to other slices, or None.
@@ -143,5 +163,5 @@ def _made_since_forward(meaning: Meaning, segment: str) -> bool:
     """Whether a backward may read this although its forward did not: results of its own segment, gradients, sums, the weight."""
     if isinstance(meaning, (Sum, InputGradient)):
         return True
-    made = (("forward", segment), ("backward_input", segment), ("weight", ""))
-    return isinstance(meaning, Result) and (meaning.op, meaning.segment) in made
+    made = (("forward", segment), ("backward_input", segment))
+    return meaning == COTANGENT or (isinstance(meaning, Result) and (meaning.op, meaning.segment) in made)

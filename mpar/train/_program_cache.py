@@ -20,7 +20,7 @@ from mpar.kept_files import KeptFiles, NotUsableError, reason
 from mpar.plug_ins import source_digests
 from mpar.program import Program
 from mpar.train._plug_ins import RATE_KEYS, plug_ins
-from mpar.train._setup import RunSetup, teacher_of
+from mpar.train._setup import RunSetup, batch_shapes, teacher_of
 
 __all__ = ["ProgramCache", "program_key"]
 
@@ -29,12 +29,12 @@ _MOST_ENTRIES, _MOST_BYTES = 64, 2 * 2**30
 _PACKAGES = ("triton", "numpy", "networkx")  # those of which the compiler's result depends
 
 _NOT_COMPILED = (
-    "checkpoint", "compile_cache", "evaluation", "execution", "experiment", "init_from", "num_threads", "on_spike",
+    "checkpoint", "compile_cache", "data", "evaluation", "execution", "experiment", "init_from", "num_threads", "on_spike",
     "on_zero_gradient", "optimizer", "plan", "progress", "resume", "restarts", "run_dir", "seed", "spike", "steps", "task",
     "tensorboard", "time_limit", "timeout_s",
 )  # fmt: skip
-"""Keys that no program depends on; a key that is not listed here counts. Of `optimizer` all but the learning rate counts."""
-_DATA_KEYS = ("batch_size", "seq_len")
+"""Keys that no program depends on; a key that is not listed here counts. Of `optimizer` all but the learning rate counts, and of
+`data` the shapes of the batch that it gives."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def program_key(setup: RunSetup, role: str) -> str:
     """
     config = asdict(setup.config)
     facts = {name: value for name, value in config.items() if name not in _NOT_COMPILED}
-    facts["data"] = {name: config["data"][name] for name in _DATA_KEYS}
+    facts["batch"] = batch_shapes(setup.config, setup.chain, setup.model)
     facts["optimizer"] = {name: value for name, value in config["optimizer"].items() if name not in RATE_KEYS}
     of_tokens = config["task"]["learn"] == "next_token" and config["task"]["kind"] != "prompt"
     facts["task"] = {name: value for name, value in config["task"].items() if name in ("plugin", "options") or not of_tokens}

@@ -5,10 +5,12 @@ import torch
 
 from mpar import Mesh, adapters, models
 from mpar.adapters import LoRA
-from mpar.compiler import Schedule, policy
+from mpar.compiler import policy
 from mpar.optim import AdamW
 from mpar.program.compile import compile_step
-from tests.program.oracle import BASE, DEEPSEEK, GPT_OSS, MOE, Problem, Recorder
+from tests.adapters.kinds import ADAPTERS, problem_of
+from tests.meshes import MESHES
+from tests.program.oracle import BASE, DEEPSEEK, GPT_OSS, Problem, Recorder
 from tests.program.test_experts import spread
 
 LLAMA = {**BASE, "model_type": "llama", "tie_word_embeddings": False}
@@ -16,23 +18,14 @@ NEOX = {"model_type": "gpt_neox", "hidden_size": 16, "num_hidden_layers": 2, "nu
 NEOX |= {"vocab_size": 64, "max_position_embeddings": 64, "use_parallel_residual": False}
 OLMOE = {"model_type": "olmoe", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
 OLMOE |= {"intermediate_size": 24, "vocab_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
-ZBV = Schedule("zbv", None, "E|t|t|L")
 TP = (Mesh(fsdp=2, tp=2), "zero1_tp_sp", {})
 EP = (Mesh(fsdp=2, tp=2), spread(2, "zero3_tp_sp"), {})
 CASES = {
-    "dp": (LLAMA, LoRA(rank=4), (Mesh(dp=2), "ddp", {})),
-    "zero3, computed again, dropout": (
+    "slices": (LLAMA, LoRA(rank=4, targets=r".*\.[qd]\w+_proj"), (Mesh(pp=2), "ddp", {"num_slices": 2, "num_microbatches": 2})),
+    "computed again, dropout": (
         LLAMA, LoRA(rank=4, dropout=0.3), (Mesh(fsdp=2), "zero3", {"recompute": policy("full"), "num_microbatches": 2})
     ),
-    "tp, dropout, DoRA": (LLAMA, LoRA(rank=4, dropout=0.3, dora=True), TP),
-    "zbv, dropout": (
-        LLAMA, LoRA(rank=4, dropout=0.3), (Mesh(pp=2), "ddp", {"schedule": ZBV, "num_microbatches": 4})
-    ),
-    "ring": (LLAMA, LoRA(rank=4), (Mesh(cp=2), spread(1, "zero3", context_parallel="ring", sequence="zigzag"), {})),
-    "slices": (LLAMA, LoRA(rank=4, targets=r".*\.[qd]\w+_proj"), (Mesh(pp=2), "ddp", {"num_slices": 2, "num_microbatches": 2})),
     "tied": ({**LLAMA, "tie_word_embeddings": True}, LoRA(rank=4, targets=("embed_tokens", "lm_head", "v_proj")), TP),
-    "in full": (LLAMA, LoRA(rank=4, targets=("v_proj",), modules_to_save=("lm_head",)), TP),
-    "experts": (MOE, LoRA(rank=4), EP),
     "latent attention": (DEEPSEEK, LoRA(rank=4), EP),
     "biases": (GPT_OSS, LoRA(rank=4, bias="lora_only", exclude=("k_proj",)), EP),
     "traced": (NEOX, LoRA(rank=4), TP),
@@ -40,9 +33,18 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_step_is_exact(case):
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("place", MESHES)
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_step_is_exact(name, place):
     """Losses and the gradients of adapters are those of one rank in float64; nothing else has a gradient or changes."""
+    problem = problem_of(name, MESHES[place])
+    problem.check(MESHES[place].compile(problem.chain, problem.shapes))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_other_models_are_exact(case):
+    """The same of models and ways to compute that the matrix of meshes does not have."""
     config, lora, (mesh, strategy, how) = CASES[case]
     problem = Problem(config, (8, 16), adapt=lambda m: adapters.add(m, lora), num_microbatches=how.get("num_microbatches", 1))
     program = compile_step(problem.model, Recorder(), mesh, strategy, problem.shapes, **{"num_microbatches": 1} | how)

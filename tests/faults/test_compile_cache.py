@@ -6,13 +6,16 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from mpar import code_facts, kept_files, plain
 from mpar.cli._compose import compose_config
+from mpar.errors import MparError
 from mpar.optim import CLASSES
 from mpar.program import Program
 from mpar.train import TrainConfig, _program_cache, make_setup
@@ -220,7 +223,44 @@ SAME = ["seed=7", "run_dir=x", "steps=9", "optimizer.lr=1e-4", "optimizer.lr_dec
 OTHER = ["data.batch_size=8", "data.seq_len=64", "optimizer.betas=[0.8,0.9]", "optimizer.clip_norm=null", "optimizer=sgd",
          "optimizer.weight_decay=0.2", "precision=bf16", "recompute=full", "model.config.rope_theta=5000",
          "schedule.num_microbatches=2", "mesh=fsdp2", "strategy=zero1", "schedule.num_slices=2", "hardware=h100_dgx",
-         "model.vocab_multiple=64", "kernels=torch"]  # fmt: skip
+         "model.vocab_multiple=64", "kernels=torch", "data.token_weights=react"]  # fmt: skip
+
+
+def changed_values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """This group with one value changed, for every number, truth and choice in it, and the name of that value."""
+    hints = get_type_hints(type(config))
+    for described in fields(config):
+        value, name = getattr(config, described.name), prefix + described.name
+        if is_dataclass(value):
+            for inner, group in changed_values(value, f"{name}."):
+                yield inner, replace(config, **{described.name: group})
+            continue
+        choices = [choice for part in (hints[described.name], *get_args(hints[described.name])) for choice in get_args(part)]
+        others: list[Any] = [choice for choice in choices if isinstance(choice, str) and choice != value]
+        if isinstance(value, bool):
+            others = [not value]
+        elif isinstance(value, (int, float)):
+            others = [value * 2 + (1 if isinstance(value, int) else 0.1)]
+        for other in others[:3]:
+            yield f"{name}={other}", replace(config, **{described.name: other})
+
+
+@pytest.mark.full("compiles a program for each value that is no part of the key")
+def test_what_is_no_part_of_the_key_changes_no_program(compiled):
+    """Whichever value of the configuration is changed: either the key changes, or the program has the same bytes."""
+    setup, without_key = setup_of(), []
+    key, expected = program_key(setup, "training"), compiled.with_optimizer(None).to_plain()
+    for name, config in changed_values(setup.config):
+        try:
+            other = make_setup(config)
+            if program_key(other, "training") != key:
+                continue
+            program = compile_program(other)
+        except MparError:
+            continue  # a run with this value is refused
+        assert program.with_optimizer(None).to_plain() == expected, name
+        without_key.append(name)
+    assert len(without_key) > 30 and "seed=1" in without_key
 
 
 @pytest.mark.full("makes thirty setups")

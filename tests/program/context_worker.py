@@ -55,4 +55,4 @@ def make_params(case: str) -> Any:
 
 
 if __name__ == "__main__":
-    train_cases(pathlib.Path(sys.argv[1]), make_params, lambda case: CASES[case][-1], BATCHES)
+    train_cases(pathlib.Path(sys.argv[1]), make_params, lambda case: CASES[case][-1], lambda case: BATCHES)

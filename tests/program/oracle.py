@@ -82,6 +82,11 @@ class Problem:
         self.differentiate()
 
     @property
+    def chain(self) -> Any:
+        """What is compiled: the model."""
+        return self.model
+
+    @property
     def trained(self) -> list[str]:
         """The paths of the parameters that an optimizer updates."""
         return [path for path in tree.paths(self.params) if path not in self.model.frozen and path not in self.model.updates]

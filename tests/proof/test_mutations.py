@@ -511,6 +511,27 @@ def test_exchanged_operands() -> None:
     assert {("accumulate", True), ("finish", False), ("norm", False), ("update", False)} <= set(verdicts), verdicts
 
 
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("base", [BASES[10], BASES[13], FROZEN[0]], ids=["zbv, zero3", "slices", "frozen"])
+def test_operands_of_backwards(base: tuple) -> None:
+    """Whichever operand of a backward is exchanged for one that looks the same, the proof knows it, though a schedule may run a
+    backward as a whole for a single microbatch."""
+    program, rng, terms = make_program(*base), random.Random(0), Terms()
+    meaning, judged = run(program, "direction", terms), Counter()
+    for position, part in enumerate(program.parts):
+        steps = part.instructions
+        known = sorted({v for step in steps for v in (*step.inputs, *step.outputs)})
+        for line, step in enumerate(steps):
+            for index, v in enumerate(step.inputs if step.op.startswith("backward") else ()):
+                alike = [other for other in known if other != v and _looks(program, other) == _looks(program, v)]
+                for other in rng.sample(alike, min(len(alike), 1)):
+                    mutant = _with_steps(program, position, [*steps[:line], _reading(step, index, other), *steps[line + 1 :]])
+                    tried, proved = _tried(mutant, "direction", terms, meaning), _proved(mutant, "direction")
+                    assert (tried is None) == (proved is None), (step, index, other, tried, proved)
+                    judged[step.op, tried is None] += 1
+    assert judged["backward", False] and judged["backward_weight", False] and not any(right for _, right in judged)
+
+
 def test_other_order_of_collectives() -> None:
     """Positions that go through the collectives of loss and norm in different orders are refused. So that the norm can come
     first, it reads another number in place of the loss."""

@@ -53,4 +53,4 @@ def make_params(case):
 
 
 if __name__ == "__main__":  # test_comm.py shows that shared memory has the same bits as the backend, whose messages are counted
-    train_cases(pathlib.Path(sys.argv[1]), make_params, lambda case: "backend", BATCHES)
+    train_cases(pathlib.Path(sys.argv[1]), make_params, lambda case: "backend", lambda case: BATCHES)
