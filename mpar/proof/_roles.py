@@ -43,4 +43,4 @@ def _role(label: Label, member: Instruction, forwards: Mapping[tuple[str, Piece]
         return meaning.op, meaning.index
     assert member.piece is not None
     read = list(forwards.get((member.segment, member.piece), ()))
-    return read.index(label) if label in read else type(meaning)
+    return read.index(label) if label in read else type(meaning).__name__

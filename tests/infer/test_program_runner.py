@@ -90,11 +90,11 @@ def test_logits_alone_and_beside_others():
     model = _model("llama")
     params = model.init(0)
     pages = torch.arange(1, 37).view(4, 9).repeat(1, 2)[:, :12]
-    row = torch.tensor(PROMPTS[4])
+    row = torch.tensor((PROMPTS[4] * 2)[:9])
     last = torch.full((4,), -1)
 
     def step(runner: ProgramRunner, beside: bool) -> torch.Tensor:
-        others = torch.tensor(PROMPTS[3][:4]) if beside else torch.empty(0, dtype=torch.int64)
+        others = torch.tensor(PROMPTS[3][:3]) if beside else torch.empty(0, dtype=torch.int64)
         tokens, order = torch.cat([others, row]), torch.cat([torch.arange(len(others)), torch.arange(len(row))])
         rows, places = torch.tensor([1] * len(others) + [2] * len(row)), last.clone()
         places[2] = len(tokens) - 1
@@ -103,13 +103,13 @@ def test_logits_alone_and_beside_others():
     runner = ProgramRunner(model, params, SIZES)
     alone, beside = step(runner, beside=False), step(runner, beside=True)
     assert torch.equal(alone, beside) and list(runner.programs) == [1, 12]
-    smaller = step(ProgramRunner(model, params, dataclasses.replace(SIZES, tokens=8)), beside=False)
+    smaller = step(ProgramRunner(model, params, dataclasses.replace(SIZES, tokens=10)), beside=False)
     assert (smaller - alone).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("variant", ["qwen2", "deepseek_v3", "mamba2"])
 def test_weights_in_bfloat16(variant):
-    """However the runner lays out weights in memory, logits are those of the whole forward, but for the rounding of sums."""
+    """However the runner packs weights, logits are those of the whole forward, but for the rounding of sums."""
     model = _model(variant).with_dtype(torch.bfloat16)
     params = model.init(0)
     runner, row = ProgramRunner(model, params, SIZES), torch.tensor(PROMPTS[4])
@@ -117,9 +117,6 @@ def test_weights_in_bfloat16(variant):
     given = runner.step(row, torch.arange(len(row)), torch.zeros_like(row), pages, last)[0]
     expected = model.apply(params, row[None])[0, -1]
     assert float((given.double() - expected.double()).norm() / expected.double().norm()) < 0.02
-    if variant == "qwen2":
-        assert runner.state.leaves["params.layers.0.attention.q_DNH"].stride(0) == 1
-        assert runner.state.leaves["params.layers.0.attention.o_NHD"].stride()[-1] > 1
 
 
 def test_what_is_refused():
