@@ -41,7 +41,8 @@ class Runner(Protocol):
         """Do now a part of what the first steps would otherwise have to wait for; returns whether there is more to do."""
 
     def load(self, params: Mapping[str, Tensor]) -> None:
-        """Compute with other parameters from now on: tensors by path, which are read as they are, not copied.
+        """Compute with other parameters from now on: tensors by path, which are read as they are; only matrices in
+        bfloat16 on a CPU are copied, into the order in which products read them.
 
         Raises ShapeError, listing all problems, unless they are those of the model.
         """
