@@ -3,10 +3,12 @@
 An order often consists of few runs of consecutive numbers, as when each rank has an early and a late section of a sequence (Llama
 3, arXiv:2407.21783); blocks are cut where runs end. Between a run of queries and a run of keys, the visible pairs are all, none,
 a triangle or a band. The results of several blocks for the same queries are merged by their log-sum-exps, in the order of the
-blocks.
+blocks. Documents that share a row of the batch are blocks of their own, unless there are so many that masks cost less.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +24,8 @@ MASK_PAIRS = 2**24
 """The most pairs of one mask, unless SHORT_RUN rows already have more."""
 SHORT_RUN = 64
 """If runs are shorter than this on average, or there are more than MANY_PAIRS pairs of runs, blocks are not cut by runs."""
+CALL_PAIRS = 4096
+"""In the time of one more call of the kernel, forward and backward, it computes about so many pairs (8 heads of 32 features)."""
 MANY_PAIRS = 1024
 
 
@@ -30,12 +34,20 @@ class Block(NamedTuple):
 
     aligned: whether query i of the block sees keys 0 to i of the block, so that the kernel can apply a causal mask.
     masked:  whether the block needs a mask.
+    batch:   the rows of the batch that it is for.
     """
 
     rows: slice
     keys: slice
     aligned: bool
     masked: bool
+    batch: slice = slice(None)
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs the kernel computes for one row of the batch."""
+        found = (self.rows.stop - self.rows.start) * (self.keys.stop - self.keys.start)
+        return found // 2 if self.aligned else found
 
 
 class Masks(NamedTuple):
@@ -88,6 +100,8 @@ def visible(q_order: Tensor, k_order: Tensor, q_documents, k_documents, causal: 
 def blocks_of(num_queries: int, num_keys: int, masks: Masks) -> list[Block]:
     """Blocks that contain every visible pair exactly once; pairs in no block are hidden."""
     documents = masks.q_documents is not None
+    if documents and (blocks := _blocks_of_documents(masks)) is not None:
+        return blocks
     if not masks.causal and masks.window is None:
         all_queries = _Run(0, 0, num_queries)
         sub_runs = all_queries.split(mask_rows(num_keys)) if documents else [all_queries]
@@ -100,6 +114,47 @@ def blocks_of(num_queries: int, num_keys: int, masks: Masks) -> list[Block]:
         q_runs = [sub_run for run in q_runs for sub_run in run.split(mask_rows(num_keys))]
     blocks = [block for q_run in q_runs for k_run in k_runs for block in _cut(q_run, k_run, masks.causal, masks.window)]
     return [block._replace(masked=block.masked or documents) for block in blocks]
+
+
+def _blocks_of_documents(masks: Masks) -> list[Block] | None:
+    """Blocks each of which is within a document; None if there are so many documents that masks cost less."""
+    assert masks.q_documents is not None and masks.k_documents is not None
+    (batch, num_queries), num_keys = masks.q_documents.shape, masks.k_documents.shape[1]
+    all_pairs = batch * num_queries * num_keys
+    q_runs = _document_runs(masks.q_order, masks.q_documents, all_pairs // CALL_PAIRS)
+    k_runs = _document_runs(masks.k_order, masks.k_documents, all_pairs // CALL_PAIRS)
+    if q_runs is None or k_runs is None:
+        return None
+    blocks = []
+    for row in range(batch):
+        runs_of = defaultdict(list)
+        for document, k_run in k_runs[row]:
+            runs_of[document].append(k_run)
+        for document, q_run in q_runs[row]:
+            for k_run in runs_of[document]:
+                cut = _cut(q_run, k_run, masks.causal, masks.window)
+                blocks += [block._replace(batch=slice(row, row + 1)) for block in cut]
+    return blocks if sum(block.pairs + CALL_PAIRS for block in blocks) < all_pairs else None
+
+
+def _document_runs(order: Tensor | None, documents: Tensor, most: int) -> list[list[tuple[int, _Run]]] | None:
+    """For each row of the batch, the runs that are of one document, with it; None if there are more than `most` in all."""
+    batch, size = documents.shape
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents.diff(dim=1) != 0
+    if order is not None:
+        begins[:, 1:] |= order.diff() != 1
+    places = begins.nonzero()
+    if len(places) > most:
+        return None
+    rows, starts = places.T.tolist()
+    firsts = starts if order is None else order[places[:, 1]].tolist()
+    ends = [b if i == j else size for i, j, b in zip(rows, [*rows[1:], -1], [*starts[1:], 0], strict=True)]
+    found: list[list[tuple[int, _Run]]] = [[] for _ in range(batch)]
+    for row, start, first, end, document in zip(rows, starts, firsts, ends, documents[begins].tolist(), strict=True):
+        if document != -1:
+            found[row].append((document, _Run(start, first, first + end - start)))
+    return found
 
 
 def _scattered(runs: list[_Run], size: int) -> bool:
@@ -150,7 +205,7 @@ def _mask(block: Block, q: Tensor, k: Tensor, masks: Masks) -> tuple[Tensor | No
     k_order = torch.arange(k.shape[2]) if masks.k_order is None else masks.k_order
     q_documents, k_documents = masks.q_documents, masks.k_documents
     if q_documents is not None and k_documents is not None:
-        q_documents, k_documents = q_documents[:, block.rows], k_documents[:, block.keys]
+        q_documents, k_documents = q_documents[block.batch, block.rows], k_documents[block.batch, block.keys]
     seen = visible(q_order[block.rows], k_order[block.keys], q_documents, k_documents, masks.causal, masks.window)
     return seen, torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf).unsqueeze(1)
 
@@ -158,14 +213,20 @@ def _mask(block: Block, q: Tensor, k: Tensor, masks: Masks) -> tuple[Tensor | No
 def forward(q: Tensor, k: Tensor, v: Tensor, masks: Masks, scale: float) -> tuple[Tensor, Tensor]:
     """`(out_BNSH, lse_BNS)` of operands with heads first, all of one head size."""
     blocks = blocks_of(q.shape[2], k.shape[2], masks)
-    if len(blocks) == 1 and blocks[0].rows == slice(0, q.shape[2]):
+    if len(blocks) == 1 and (blocks[0].batch, blocks[0].rows) == (slice(None), slice(0, q.shape[2])):
         return _one_forward(blocks[0], q, k, v, masks, scale)
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = _heads_last_zeros(q, wide)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=wide)
+    if _are_apart(blocks):
+        out = _heads_last_zeros(q, q.dtype)
+        for block in blocks:
+            place = block.batch, slice(None), block.rows
+            out[place], lse[place] = _one_forward(block, q, k, v, masks, scale)
+        return out, lse
+    out = _heads_last_zeros(q, wide)
     for block in blocks:
         out_b, lse_b = _one_forward(block, q, k, v, masks, scale)
-        out_a, lse_a = out[:, :, block.rows], lse[:, :, block.rows]
+        out_a, lse_a = out[block.batch, :, block.rows], lse[block.batch, :, block.rows]
         total = torch.logaddexp(lse_a, lse_b)
         level = total.masked_fill(total == -torch.inf, 0.0)
         out_a.mul_(torch.exp(lse_a - level).unsqueeze(-1)).addcmul_(out_b.to(wide), torch.exp(lse_b - level).unsqueeze(-1))
@@ -173,9 +234,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, masks: Masks, scale: float) -> tupl
     return out.to(q.dtype), lse
 
 
+def _are_apart(blocks: Sequence[Block]) -> bool:
+    """Whether no query is in two of the blocks."""
+    places = sorted((block.batch.start or 0, block.rows.start, block.rows.stop) for block in blocks)
+    return all(a[0] < b[0] or a[2] <= b[1] for a, b in itertools.pairwise(places))
+
+
 def _one_forward(block: Block, q: Tensor, k: Tensor, v: Tensor, masks: Masks, scale: float) -> tuple[Tensor, Tensor]:
     seen, bias = _mask(block, q, k, masks)
-    q, k, v = q[:, :, block.rows], k[:, :, block.keys], v[:, :, block.keys]
+    q, k, v = q[block.batch, :, block.rows], k[block.batch, :, block.keys], v[block.batch, :, block.keys]
     out, lse = flash_attention_cpu(q, k, v, 0.0, block.aligned, attn_mask=bias, scale=scale)
     if seen is not None:
         lse.masked_fill_(~seen.any(-1).unsqueeze(1), -torch.inf)
@@ -185,21 +252,22 @@ def _one_forward(block: Block, q: Tensor, k: Tensor, v: Tensor, masks: Masks, sc
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, masks: Masks, scale: float) -> list[Tensor]:
     """`[dq, dk, dv]`, like q, k, v. `out` and `lse` are the results for all keys; `lse` is inf for queries that see no key."""
     blocks = blocks_of(q.shape[2], k.shape[2], masks)
-    if len(blocks) == 1 and blocks[0][:2] == (slice(0, q.shape[2]), slice(0, k.shape[2])):
+    everything = slice(None), slice(0, q.shape[2]), slice(0, k.shape[2])
+    if len(blocks) == 1 and (blocks[0].batch, blocks[0].rows, blocks[0].keys) == everything:
         return list(_one_backward(blocks[0], dout, q, k, v, out, lse, masks, scale))
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (_heads_last_zeros(x, wide) for x in (q, k, v))
     for block in blocks:
         block_grads = _one_backward(block, dout, q, k, v, out, lse, masks, scale)
         for total, block_grad, place in zip((dq, dk, dv), block_grads, (block.rows, block.keys, block.keys), strict=True):
-            total[:, :, place] += block_grad
+            total[block.batch, :, place] += block_grad
     return [grad.to(q.dtype) for grad in (dq, dk, dv)]
 
 
 def _one_backward(block: Block, dout, q, k, v, out, lse, masks: Masks, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     _, bias = _mask(block, q, k, masks)
-    dout, q, out, lse = (x[:, :, block.rows] for x in (dout, q, out, lse))
-    k, v = k[:, :, block.keys], v[:, :, block.keys]
+    dout, q, out, lse = (x[block.batch, :, block.rows] for x in (dout, q, out, lse))
+    k, v = k[block.batch, :, block.keys], v[block.batch, :, block.keys]
     return flash_attention_cpu_backward(dout, q, k, v, out, lse, 0.0, block.aligned, attn_mask=bias, scale=scale)
 
 

@@ -66,7 +66,21 @@ HIDING = {
 }
 
 
-@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+def one_by_one(generator: torch.Generator, size: int) -> Tensor:
+    """Two rows of documents of unlike lengths, one after the other, the last places padding."""
+    begins = torch.zeros(2, size, dtype=torch.int64)
+    begins.scatter_(1, torch.randint(1, size, (2, 4), generator=generator), 1)
+    documents = begins.cumsum(1)
+    documents[:, size - 9 :] = -1
+    return documents
+
+
+def mixed(generator: torch.Generator, size: int) -> Tensor:
+    """Two rows in which every place is of any document or padding."""
+    return torch.randint(-1, 3, (2, size), generator=generator)
+
+
+@pytest.mark.parametrize("documents", [None, mixed, one_by_one], ids=["", "mixed documents", "documents"])
 @pytest.mark.parametrize("hiding", HIDING.values(), ids=HIDING.keys())
 @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS.keys())
 def test_blocks_are_the_formula(runs, hiding, documents, make_tensor):
@@ -74,9 +88,9 @@ def test_blocks_are_the_formula(runs, hiding, documents, make_tensor):
     S, M = (512 if order is None else len(order) for order in runs)
     q, k, v = (make_tensor(shape, F64, requires_grad=True) for shape in ((2, S, 2, 4), (2, M, 1, 4), (2, M, 1, 3)))
     masks = dict(hiding)
-    if documents:
+    if documents is not None:
         generator = torch.Generator().manual_seed(1)
-        masks |= {f"{x}_documents": torch.randint(-1, 3, (2, n), generator=generator) for x, n in (("q", S), ("k", M))}
+        masks |= {f"{x}_documents": documents(generator, n) for x, n in (("q", S), ("k", M))}
     out, lse = ops.attention(q, k, v, q_order=runs[0], k_order=runs[1], **masks)
     q_order, k_order = (torch.arange(512) if order is None else order for order in runs)
     seen = visible(q_order, k_order, **masks)
@@ -98,14 +112,14 @@ def joined(generator: torch.Generator, num_runs: int) -> Tensor:
     return torch.cat([start + torch.arange(int(torch.randint(64, 100, (), generator=generator))) for start in starts])
 
 
-def check_blocks(q_order, k_order, causal, window):
-    found = torch.zeros(len(q_order), len(k_order), dtype=torch.int)
-    seen = visible(q_order, k_order, causal=causal, window=window)[0]
-    masks = blocks.Masks(q_order, k_order, None, None, causal, window)
+def check_blocks(q_order, k_order, causal, window, q_documents=None, k_documents=None):
+    seen = visible(q_order, k_order, causal=causal, window=window, q_documents=q_documents, k_documents=k_documents)
+    found = torch.zeros_like(seen, dtype=torch.int)
+    masks = blocks.Masks(q_order, k_order, q_documents, k_documents, causal, window)
     for block in blocks.blocks_of(len(q_order), len(k_order), masks):
-        part = seen[block.rows, block.keys].int()
+        part = seen[block.batch, block.rows, block.keys].int()
         inside = torch.ones_like(part).tril() if block.aligned else torch.ones_like(part)
-        found[block.rows, block.keys] += part if block.masked else inside
+        found[block.batch, block.rows, block.keys] += part if block.masked else inside
     assert torch.equal(found, seen.int())
 
 
@@ -115,6 +129,15 @@ def test_every_visible_pair_of_many_runs_is_in_one_block(seed):
     generator = torch.Generator().manual_seed(seed)
     q_order, k_order = joined(generator, 1 + seed % 4), joined(generator, 4 - seed % 4)
     check_blocks(q_order, k_order, bool(seed % 3), (None, 1, 70, 130, 400)[seed % 5])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_visible_pair_of_documents_is_in_one_block(seed):
+    """The same where runs are of several documents, which each row of the batch has elsewhere."""
+    generator = torch.Generator().manual_seed(seed)
+    q_order, k_order = joined(generator, 1 + seed % 4), joined(generator, 4 - seed % 4)
+    documents = [one_by_one(generator, len(order)) for order in (q_order, k_order)]
+    check_blocks(q_order, k_order, bool(seed % 3), (None, 1, 70, 130, 400)[seed % 5], *documents)
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 4])
@@ -181,6 +204,17 @@ def test_what_a_window_hides_is_not_computed(window, most, work, make_tensor):
     for kernel in work:
         assert seen <= kernel.pairs < most * seen
         assert 0 < kernel.masked <= blocks.ROWS**2
+
+
+def test_documents_are_computed_apart(work, make_tensor):
+    """Only the pairs within each of the documents of a row, half of them if causal, and no mask; of many short ones all pairs."""
+    documents = torch.arange(4).repeat_interleave(torch.tensor([200, 56, 250, 6]))[None]
+    attend(make_tensor, 512, 512, q_documents=documents, k_documents=documents)
+    assert [kernel.pairs for kernel in work] == [sum(n * (n + 1) // 2 for n in (200, 56, 250, 6))] * 2
+    assert work[0].masked == work[1].masked == 0
+    documents = torch.arange(256).repeat_interleave(2)[None]
+    attend(make_tensor, 512, 512, q_documents=documents, k_documents=documents)
+    assert work[0].masked == 512**2
 
 
 LONG = 20_000
