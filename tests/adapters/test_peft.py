@@ -14,7 +14,7 @@ CASES = {
     "lora": (LLAMA, LoRA(rank=4, alpha=8, init="gaussian"), 1.0),
     "rslora": (LLAMA, LoRA(rank=4, alpha=8, rslora=True, targets=("q_proj", "down_proj")), 1.0),
     "dora": (LLAMA, LoRA(rank=4, alpha=8, dora=True, init="random"), 1.0),
-    "lora+": (LLAMA, LoRA(rank=4, alpha=8), 16.0),
+    "lora+": (LLAMA, LoRA(rank=4, alpha=8), 4.0),
     "embedding": (LLAMA, LoRA(rank=4, targets=("embed_tokens", "q_proj"), modules_to_save=("lm_head",)), 1.0),
     "patterns": (LLAMA, LoRA(rank=4, targets=r".*\.(q|v)_proj", rank_pattern={"q_proj": 2}, alpha_pattern={"0.+v_proj": 1}), 1.0),
     "pissa": (LLAMA, LoRA(rank=4, alpha=8, init="pissa", layers=(1,)), 1.0),
