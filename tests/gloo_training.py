@@ -89,5 +89,5 @@ def assert_bits_equal(found: dict[str, Any], program: Program, expected: dict[st
     """Losses, norms and the shards of rank 0 are those of a simulation, bit for bit."""
     for name, values in expected.items():
         assert torch.equal(found[name], values), name
-    for leaf in program.state_out:
+    for leaf in program.part(0).state_out:
         assert torch.equal(found["leaves"][leaf.path], shard(state.leaves[leaf.path], leaf.spec, program.mesh, 0)), leaf.path
