@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-__all__ = ["CASE", "RESULTS", "Json", "Origin", "Result", "ResultError", "append_results", "read_results"]
+__all__ = ["CASE", "RESULTS", "Json", "Origin", "Result", "ResultError", "append_results", "read_results", "report_results"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -140,6 +141,15 @@ def append_results(path: Path, results: Iterable[Result]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(result.values()) + "\n" for result in results)
+
+
+def report_results(path: Path, results: Iterable[Result]) -> None:
+    """Add lines to a file, and write what was measured on the screen."""
+    found = list(results)
+    append_results(path, found)
+    for result in found:
+        sys.stdout.write(json.dumps(result.case | result.figures) + "\n")
+        sys.stdout.flush()
 
 
 def read_results(path: Path) -> list[Result]:

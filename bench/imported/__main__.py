@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from bench._losses import LossesDiffer, largest_spread
 from bench._machine import this_run
 from bench._passes import Measured, Passes, columns, launched, median_ms
 from bench._peers import PeersMissing, find_peers
-from bench._result import RESULTS, Json, Result, append_results
+from bench._result import RESULTS, Json, Result, report_results
 from bench._statistics import paired_ratio
 from bench.imported._subject import DECLARED, KINDS, SIZES, save_programs
 from mpar.program import Program
@@ -74,11 +73,7 @@ def main() -> int:
     try:
         folder = find_peers(args.peers)
         for kind, size in itertools.product(args.kind, args.size):
-            results = _measured(kind, size, args, folder)
-            append_results(args.out, results)
-            for result in results:
-                sys.stdout.write(json.dumps(result.case | result.figures) + "\n")
-                sys.stdout.flush()
+            report_results(args.out, _measured(kind, size, args, folder))
     except (PeersMissing, RankFailed, LossesDiffer) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1

@@ -3,7 +3,6 @@
 import argparse
 import importlib.metadata
 import itertools
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from bench._losses import LOSS_TOLERANCE, LossesDiffer, largest_spread
 from bench._machine import this_run
 from bench._passes import Measured, Passes, columns, launched, median_ms
 from bench._peers import PeersMissing, find_peers, peer
-from bench._result import RESULTS, Json, Result, append_results
+from bench._result import RESULTS, Json, Result, report_results
 from bench._statistics import paired_ratio
 from bench.post_training._subject import CASES, save_program, save_start
 from mpar.mesh import Mesh
@@ -77,11 +76,7 @@ def main() -> int:
         for case, ranks, lengths in itertools.product(args.case, args.ranks, args.lengths):
             if case == "lora" and lengths != args.lengths[0]:
                 continue
-            results = _measured(case, ranks, lengths, args, folder)
-            append_results(args.out, results)
-            for result in results:
-                sys.stdout.write(json.dumps(result.case | result.figures) + "\n")
-                sys.stdout.flush()
+            report_results(args.out, _measured(case, ranks, lengths, args, folder))
     except (PeersMissing, RankFailed, LossesDiffer) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1
