@@ -132,12 +132,11 @@ def _prompts(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer) -> _
     seq_len tokens is left out, whatever `truncation` says: a part of a question is another question.
     """
     for row in rows:
-        try:
-            text = tokenizer.render_chat(_prepare(row.messages, config), add_generation_prompt=True, tools=row.tools)
-        except RenderError as error:
-            yield RowTokens(np.zeros(0, np.int32), np.zeros(0, bool), fault=str(error))
+        prompt = _prompt_ids(row, config, tokenizer)
+        if isinstance(prompt, RowTokens):
+            yield prompt
             continue
-        ids = np.array(tokenizer.encode(text), np.int32)
+        ids = np.array(prompt, np.int32)
         made = RowTokens(ids, np.zeros(len(ids), bool), too_long=len(ids) > config.seq_len)
         if len(ids) < 2:
             made.fault = "its prompt has fewer than two tokens"
@@ -150,19 +149,27 @@ def _stepwise(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer) -> 
     """Each question, rendered up to where its answer begins, and the steps, each ended by a line break, as one document with a
     mark on the last token of each step. Steps are tokenised by themselves, so that each ends with a token of its own."""
     for row in rows:
-        try:
-            text = tokenizer.render_chat(_prepare(row.messages, config), add_generation_prompt=True, tools=row.tools)
-        except RenderError as error:
-            yield RowTokens(np.zeros(0, np.int32), np.zeros(0, bool), fault=str(error))
+        prompt = _prompt_ids(row, config, tokenizer)
+        if isinstance(prompt, RowTokens):
+            yield prompt
             continue
         steps = row.columns["completions"]
         assert isinstance(steps, list)
-        parts = [list(tokenizer.encode(text)), *(list(tokenizer.encode(f"{step}\n")) for step in steps)]
+        parts = [prompt, *(list(tokenizer.encode(f"{step}\n")) for step in steps)]
         ends = np.cumsum([len(part) for part in parts])
         marks = np.zeros(int(ends[-1]), bool)
         marks[ends[1:] - 1] = True
         made = _marked([token for part in parts for token in part], marks.tolist(), config)
         yield _conversation(row, made, config.seq_len, config)
+
+
+def _prompt_ids(row: Row, config: DataConfig, tokenizer: Tokenizer) -> list[int] | RowTokens:
+    """The tokens of a question, up to where its answer begins; or, if the template refuses it, a row with that fault."""
+    try:
+        text = tokenizer.render_chat(_prepare(row.messages, config), add_generation_prompt=True, tools=row.tools)
+    except RenderError as error:
+        return RowTokens(np.zeros(0, np.int32), np.zeros(0, bool), fault=str(error))
+    return list(tokenizer.encode(text))
 
 
 def _joined(made: Sequence[RowTokens]) -> RowTokens:
