@@ -1,4 +1,5 @@
-"""`python -m bench.data speed`, `memory` and `wait`: each prints one result, and appends it to `bench/results/data.jsonl`."""
+"""`python -m bench.data encode`, `load`, `stream`, `memory` and `wait`: each prints one result, and appends it to
+`bench/results/data.jsonl`."""
 
 import argparse
 import json
@@ -39,36 +40,41 @@ def _only_tokenizers(folder: Path, what: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(folder / "without"), os.environ.get("PYTHONPATH", "")])}
 
 
-def speed(rows: int, passes: int) -> dict[str, Json]:
-    """How fast data in memory are made beside the library alone, and with two workers; and streams."""
-    cases = [("load", 1), ("load", 2), ("stream", 1), ("stream", 2)]
+def encode(rows: int, passes: int) -> dict[str, Json]:
+    """How fast data in memory are made by one process, beside the library alone."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_corpus(folder / "corpus.jsonl", rows)
         write_tokenizer(folder / "tokenizer")
         beside = measured("beside_encode", folder, 2 * passes)
-        lines = {case: [] for case in cases}
-        for _ in range(passes):
-            for case in cases:
-                lines[case].append(measured(case[0], folder, case[1]))
-
-    def median(what: str, workers: int, key: str) -> float:
-        return statistics.median(line[key] for line in lines[what, workers])
-
-    figures: dict[str, Json] = {"rows": rows, "passes": passes}
-    for what, workers in cases:
-        for key in ("wall_s", "cpu_s", "foreign_cores"):
-            figures[f"{what}_{workers}_{key}"] = round(median(what, workers, key), 3)
     return {
-        **figures,
+        **{"rows": rows, "passes": passes, "foreign_cores": beside["foreign_cores"]},
         "rate_of_encode_cpu": [round(beside[key], 3) for key in ("rate_of_encode_cpu", "lowest", "highest")],
         "rate_bar": RATE_BAR,
         "with_gigatoken_cpu": round(beside["with_gigatoken"], 2),
         "gigatoken_alone_cpu": round(beside["gigatoken_alone"], 2),
-        "two_workers_wall": round(median("load", 1, "wall_s") / median("load", 2, "wall_s"), 3),
-        "two_workers_at_most": round(2 * median("load", 1, "cpu_s") / median("load", 2, "cpu_s"), 3),
-        "workers_bar": WORKERS_BAR,
     }
+
+
+def workers(what: str, rows: int, passes: int) -> dict[str, Json]:
+    """How much faster two workers `load` a corpus, or `stream` it, than one does. They take turns."""
+    lines: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_corpus(folder / "corpus.jsonl", rows)
+        write_tokenizer(folder / "tokenizer")
+        for number in range(passes):
+            for count in lines:
+                line = measured(what, folder, count)
+                lines[count].append(line)
+                sys.stderr.write(f"pass {number + 1} of {passes}: {what}, workers {count}: {line['wall_s']:.1f} s\n")
+    figures: dict[str, Json] = {"rows": rows, "passes": passes}
+    for count, line in lines.items():
+        for key in ("wall_s", "cpu_s", "foreign_cores"):
+            figures[f"{key}_{count}"] = [round(each[key], 2) for each in line]
+    wall = paired_ratio(*([[each["wall_s"] for each in lines[count]]] for count in (1, 2)))
+    cpu = [statistics.median(each["cpu_s"] for each in lines[count]) for count in (1, 2)]
+    return {**figures, "two_workers_wall": wall.rounded(), "at_most": round(2 * cpu[0] / cpu[1], 3), "bar": WORKERS_BAR}
 
 
 def memory(rows: int) -> dict[str, Json]:
@@ -100,15 +106,17 @@ def wait(steps: int, passes: int) -> dict[str, Json]:
 def main() -> int:
     """Measure and print one result."""
     parser = argparse.ArgumentParser(prog="python -m bench.data")
-    parser.add_argument("what", choices=("speed", "memory", "wait"))
-    parser.add_argument("--rows", type=int, default=None, help="speed: 24,000 of 1,000 characters; memory: a million")
+    parser.add_argument("what", choices=("encode", "load", "stream", "memory", "wait"))
+    parser.add_argument("--rows", type=int, default=None, help="24,000 of 1,000 characters; memory: a million short ones")
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", type=Path, default=RESULTS / "data.jsonl")
     args = parser.parse_args()
     figures: Mapping[str, Json]
-    if args.what == "speed":
-        figures = speed(args.rows or 24_000, args.passes)
+    if args.what == "encode":
+        figures = encode(args.rows or 24_000, args.passes)
+    elif args.what in ("load", "stream"):
+        figures = workers(args.what, args.rows or 24_000, args.passes)
     elif args.what == "memory":
         figures = memory(args.rows or 1_000_000)
     else:
