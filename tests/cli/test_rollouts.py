@@ -104,6 +104,7 @@ def test_options_that_do_not_go_together_are_listed_at_once(capsys):
         "task.reward_weights=[1,2]",
         "task.reward_options={format: {pattern: a}}",
         "evaluation.fraction=0.1",
+        "checkpoint.keep_best=1",
     ]
     assert main(["plan", *args, "data.stream=true", "evaluation.batches=1"]) == 2
     said = capsys.readouterr().err
@@ -112,7 +113,7 @@ def test_options_that_do_not_go_together_are_listed_at_once(capsys):
         "task.rewards is empty",
         "has 2 numbers for 0",
         "is for format",
-        "leave evaluation out",
+        "checkpoint.keep_best=1 goes by the loss",
         "data.stream=true",
     ):
         assert part in said

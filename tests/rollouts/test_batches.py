@@ -167,5 +167,3 @@ def test_sizes_that_do_not_fit_are_all_named():
         plan(group_size=1, max_tokens=23)
     with pytest.raises(ConfigError, match=r"12 answers are drawn at a time .*no full groups of group_size=5"):
         plan(group_size=5)
-    with pytest.raises(ConfigError, match="cannot hold prompts back"):
-        batches(plan()).split(0.1)
