@@ -83,7 +83,7 @@ def draw_rollouts(
         plan,
         batches.questions,
         _OfPolicy(sampler, tuple(tree.paths(policy.abstract_params)), program, rank),
-        make_rewards([spec for spec in reward_specs(config.task) if not spec.is_folder]),
+        make_rewards(specs) if (specs := [spec for spec in reward_specs(config.task) if not spec.is_folder]) else (),
         lambda ids: _text(tokenizer, ids),
         config.seed,
         exchange,
