@@ -135,6 +135,23 @@ class _OfPolicy:
         return self.sampler.draw(asks)
 
 
+class _Unchanging:
+    """A sampler of a model that is not trained: it keeps the parameters that it is given first."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler, self._is_loaded = sampler, False
+
+    def load(self, params: Mapping[str, Tensor]) -> None:
+        """See `Sampler`. Ranks gather parameters at the first call only."""
+        if not self._is_loaded:
+            self._sampler.load(params)
+        self._is_loaded = True
+
+    def draw(self, asks: Sequence[Ask]) -> list[Drawn]:
+        """See `Sampler`."""
+        return self._sampler.draw(asks)
+
+
 def _policy(setup: RunSetup) -> Trainable:
     """The model that is trained, with its adapters; it knows what is frozen, which is stored in the dtype that it computes in."""
     return setup.chain.base if isinstance(setup.chain, TaskChain) else setup.model
@@ -159,7 +176,7 @@ def _teacher(
     teacher = teacher_of(setup.config)
     paths = tuple(tree.paths(teacher.abstract_params))
     teacher = with_frozen(teacher, frozenset(paths))  # all of it is stored in the dtype that it computes in
-    return _OfPolicy(_sampler(setup, teacher, batches, tokenizer, device), paths, program, rank, "reference.")
+    return _Unchanging(_OfPolicy(_sampler(setup, teacher, batches, tokenizer, device), paths, program, rank, "reference."))
 
 
 def _sampler(setup: RunSetup, model: Trainable, batches: RolloutBatches, tokenizer: Tokenizer, device: torch.device) -> Sampler:

@@ -102,6 +102,7 @@ def _calls(x):
         ops.geglu(x(2, 3), x(3, 2).T),
         ops.mlp_tiled(x(2, 3, 4), x(4, 6), x(4, 6), x(6, 4), activation="gelu", chunk=4),
         ops.mlp_tiled(x(3, 4), None, x(4, 6), x(6, 4), chunk=4),
+        ops.mlp_tiled(x(3, 4), *(x(*shape).detach() for shape in ((4, 6), (4, 6), (6, 4))), chunk=4),
         _widen.widen_p.bind(x(2, 3), dtype=torch.float64),
         ops.cross_entropy(x(2, 3, 7), LABELS)[0],
         *_cross_entropy.cross_entropy_stats_p.bind(x(2, 3, 7).detach(), LABELS, **params),

@@ -145,6 +145,7 @@ def calls():
         ops.geglu(x, draw(4, 4, 8, seed=1)),
         ops.mlp_tiled(x, draw(8, 4), draw(8, 4, seed=1), draw(4, 8), activation="gelu", chunk=4),
         ops.mlp_tiled(x, None, draw(8, 4), draw(4, 8), chunk=4),
+        ops.mlp_tiled(x, *(draw(*shape).detach() for shape in ((8, 4), (8, 4), (4, 8))), chunk=4),
         ops.widen(draw(4, 8).float(), torch.float64),
         *losses(),
         ops.random_uniform(key, (4, 8)),

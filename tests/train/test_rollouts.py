@@ -3,6 +3,7 @@
 import functools
 import json
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -214,10 +215,16 @@ def test_the_student_comes_nearer_to_a_teacher_of_another_size(arithmetic, share
             assert one.answer == rows[int(one.name.rpartition(":")[2]) - 1]["answer"]
 
 
-def test_the_teacher_draws_what_the_student_does_not(arithmetic):
-    """With seq_kd no answer is that of the data; an answer of the teacher is likely for the teacher."""
+def test_the_teacher_draws_what_the_student_does_not(arithmetic, monkeypatch):
+    """With seq_kd no answer is that of the data; an answer of the teacher is likely for the teacher, whose parameters are loaded
+    once, and those of the student for each drawing."""
+    from mpar.rollouts import EngineSampler
+
+    load, loaded = EngineSampler.load, []
+    monkeypatch.setattr(EngineSampler, "load", lambda self, params: [loaded.append(self), load(self, params)])
     write_teacher(arithmetic)
-    trained(arithmetic / "gkd", 1, *GKD, "task.lmbda=0", "task.seq_kd=true")
+    trained(arithmetic / "gkd", 3, *GKD, "task.lmbda=0", "task.seq_kd=true")
+    assert sorted(Counter(map(id, loaded)).values()) == [1, 3]
     rollouts = read_rollouts(list_rollouts(arithmetic / "gkd" / "rollouts")[0]).rollouts
     assert {one.writer for one in rollouts} == {"teacher"}
     teacher, params = from_hf(arithmetic / "teacher", dtype=torch.float32)
