@@ -135,7 +135,7 @@ def _pull_back(x, gate, up, down, dy, activation, chunk, sums: tuple[Tensor | No
         dhidden_TF = tiles.product(1, tokens, dy_TD, down.T)
         dgate_TF, dup_TF = _hidden_bwd(gate_TF, up_TF, dhidden_TF, activation)
         torch.mm(dup_TF, up.T, out=dx_TD[tokens])
-        if gate is not None:
+        if dgate_TF is not None:
             dx_TD[tokens].addmm_(dgate_TF, gate.T)
         _accumulate(dup, x_tile, dup_TF)
         _accumulate(dgate, x_tile, dgate_TF)

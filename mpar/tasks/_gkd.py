@@ -54,15 +54,16 @@ class Gkd(Task):
 
     def _of_tokens(self, policy: Forward, reference: Forward) -> tuple[Tensor, Tensor]:
         """(B, S): the divergence at each position, and 1 where both find the same token likeliest."""
-        options = {"beta": self.beta, "temperature": self.temperature}
         student, teacher = policy.factors(), reference.factors()
         if student is not None and teacher is not None:
             assert isinstance(policy.head, LinearHead)
             size, chunk = policy.head.vocab_size, policy.head.tokens_at_once
-            return ops.linear_divergence(*student, *teacher, **options, vocab_size=size, chunk=chunk)
+            return ops.linear_divergence(
+                *student, *teacher, beta=self.beta, temperature=self.temperature, vocab_size=size, chunk=chunk
+            )
         student_BSV, teacher_BSV = _tokens_only(policy), _tokens_only(reference)
         agreement_BS = (student_BSV.argmax(-1) == teacher_BSV.argmax(-1)).to(student_BSV.dtype)
-        return token_divergences(student_BSV, teacher_BSV, **options), agreement_BS
+        return token_divergences(student_BSV, teacher_BSV, beta=self.beta, temperature=self.temperature), agreement_BS
 
 
 def _tokens_only(forward: Forward) -> Tensor:

@@ -98,7 +98,7 @@ def test_ranks_share_the_work_and_have_the_same_batches(tmp_path):
 
 
 def test_draws_are_those_of_the_seed(tmp_path):
-    """The same seed asks the same, with the same seeds of draws, others in each drawing; another seed makes all of them others."""
+    """The same seed asks the same, with the same seeds of draws, others in each drawing; another seed has others."""
     asked = {}
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         made, sampler = started(tmp_path / name, seed=seed)
