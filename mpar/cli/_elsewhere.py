@@ -20,6 +20,7 @@ _KEYS = {  # by key of mpar: its names elsewhere, without dashes and underscores
     "checkpoint.every": "savesteps saveinterval saveevery checkpointinterval ckptinterval checkpointevery",
     "checkpoint.keep": "savetotallimit keepcheckpoints maxcheckpoints keeplast",
     "device": "accelerator usecuda cuda gpu",
+    "evaluation.answers": "numgenerationseval evalnumgenerations",
     "evaluation.every": "evalsteps evalinterval evalevery evaluationsteps",
     "evaluation.fraction": "valsplit validationsplit evalfraction valfraction testsize",
     "evaluation.sources": "evalfile evaldata valdata validationfile evaldataset",

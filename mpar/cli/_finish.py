@@ -44,9 +44,9 @@ def finish(config: TrainConfig) -> None:
             pictures["expert load"] = experts
             dropped = f", {100 * last['dropped']:.1f} % dropped" if last["dropped"] else ""
             lines.append(f"experts: the busiest of a layer has {last['max_load']:.2f} times the mean load{dropped}")
-        if "eval_loss" in last:
+        if any(name.startswith("eval_") for name in last):
             perplexity = f", perplexity {last['perplexity']:,.4g}" if "perplexity" in last else ""
-            lines.append(f"evaluation: loss {last['eval_loss']:.4f}{perplexity}")
+            lines.append(f"evaluation: loss {last['eval_loss']:.4f}{perplexity}" if "eval_loss" in last else "held-out prompts:")
             means = {name.removeprefix("eval_"): value for name, value in last.items() if name.startswith("eval_")}
             lines += [f"  {name}: {value:.4f}" for name, value in means.items() if name not in ("loss",) and "loss/" not in name]
             of_sets = {name.partition("/")[2]: loss for name, loss in last.items() if name.startswith("eval_loss/")}

@@ -21,12 +21,15 @@ __all__ = ["main"]
 
 _HELP = """usage: mpar rollouts show RUN [--number N] [--group G] [--contains TEXT] [--finish stop|length]
                           [--min-reward X] [--max-reward X] [--sort reward|advantage|tokens] [--rows 20] [--full]
-       mpar rollouts list RUN [--picture reward.png]
+                          [--held-out]
+       mpar rollouts list RUN [--picture reward.png] [--held-out]
 
 RUN is the run_dir of a run with rollouts, such as one with task=grpo.
   show    answers with their rewards, of the newest drawing or of drawing N (--number; the first is 0): only those that a filter
           lets through, as they were drawn or the highest first (--sort); --full shows prompts and answers to their ends
-  list    a line for each drawing: mean rewards, tokens, and shares of answers and groups; --picture draws them over updates
+  list    a line for each drawing: mean rewards, tokens, and shares of answers and groups; --picture draws them over updates,
+          and rewards of held-out prompts as points
+  --held-out  answers to the prompts of evaluation.sources or evaluation.fraction; their number is that of the update before them
 
 Exit code: 0; 1 if the run has no rollouts; 2 if the command is not understood."""
 _SHORT = 60  # characters of a text in a table
@@ -47,6 +50,7 @@ def main(args: Sequence[str]) -> int:
     show, listed = (commands.add_parser(name, add_help=False) for name in ("show", "list"))
     for command in (show, listed):
         command.add_argument("run", type=Path)
+        command.add_argument("--held-out", action="store_true")
     listed.add_argument("--picture", type=Path, default=None)
     for name in ("number", "group"):
         show.add_argument(f"--{name}", type=int, default=None)
@@ -59,11 +63,13 @@ def main(args: Sequence[str]) -> int:
     show.add_argument("--full", action="store_true")
     parsed = parser.parse_args(list(args))
     folder = parsed.run / later("mpar.train").ROLLOUTS_FOLDER
-    files = later("mpar.rollouts").list_rollouts(folder)
+    held_out = later("mpar.rollouts").list_rollouts(folder / later("mpar.rollouts").HELD_OUT_FOLDER)
+    files = held_out if parsed.held_out else later("mpar.rollouts").list_rollouts(folder)
     if not files:
-        raise CheckpointError(f"there are no rollouts in {folder}: name the run_dir of a run that draws any.")
+        kind = "answers to held-out prompts" if parsed.held_out else "rollouts"
+        raise CheckpointError(f"there are no {kind} in {folder}: name the run_dir of a run that draws any.")
     if parsed.command == "list":
-        _list(files, parsed.picture)
+        _list(files, held_out, parsed.picture)
     else:
         _show(_chosen(files, parsed.number), parsed)
     return 0
@@ -80,19 +86,22 @@ def _chosen(files: Sequence[Path], number: int | None) -> "RolloutFile":
     return later("mpar.rollouts").read_rollouts(found[0])
 
 
-def _list(files: Sequence[Path], picture: Path | None) -> None:
-    """A line for each drawing, and a picture of them."""
-    rows = []
-    for path in files:
-        header = later("mpar.rollouts").read_rollouts(path).header
-        rows.append({"number": float(header.number), "step": float(header.step), **header.numbers})
+def _list(files: Sequence[Path], held_out: Sequence[Path], picture: Path | None) -> None:
+    """A line for each drawing, and a picture of them, with the rewards of held-out prompts."""
+    rows = [_numbers(path) for path in files]
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = Table(*names, box=None, header_style="bold")
     for row in rows:
         table.add_row(*(f"{row[name]:.4g}" if name in row else "-" for name in names))
     Console(soft_wrap=True).print(table)
     if picture is not None:
-        say(str(later("mpar.train.curve").draw_rewards(rows, picture, picture.stem)))
+        say(str(later("mpar.train.curve").draw_rewards(rows, picture, picture.stem, [_numbers(path) for path in held_out])))
+
+
+def _numbers(path: Path) -> dict[str, float]:
+    """The number of a drawing, the update before or after it, and what is worth seeing of it."""
+    header = later("mpar.rollouts").read_rollouts(path).header
+    return {"number": float(header.number), "step": float(header.step), **header.numbers}
 
 
 def _show(file: "RolloutFile", asked: argparse.Namespace) -> None:
@@ -102,7 +111,8 @@ def _show(file: "RolloutFile", asked: argparse.Namespace) -> None:
     if asked.sort is not None:
         kept.sort(key=lambda rollout: _measure(rollout, asked.sort), reverse=True)
     numbers = "  ".join(f"{name} {value:.4g}" for name, value in header.numbers.items())
-    say(f"drawing {header.number}, before update {header.step + 1}: {numbers or 'not rewarded'}")
+    place = f"after update {header.step}" if asked.held_out else f"drawing {header.number}, before update {header.step + 1}"
+    say(f"{place}: {numbers or 'not rewarded'}")
     table = Table("group", "prompt", "answer", "tokens", "finish", *_names(file), "reward", "advantage", header_style="bold")
     for rollout in kept[: asked.rows]:
         rewards = [_number(rollout.rewards.get(name)) for name in _names(file)]

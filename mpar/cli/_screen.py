@@ -234,11 +234,12 @@ class StepProgress:
             return
         evaluated = "" if record.eval_loss is None else f"eval {record.eval_loss:.4f}"
         evaluated += "".join(f" {name} {loss:.4f}" for name, loss in record.eval_losses.items())
-        evaluated += f"  {_of_task(record.eval_task_means)}" if record.eval_task_means else ""
+        if record.eval_task_means:
+            evaluated += f"  {_of_task(record.eval_task_means)}" if evaluated else f"held-out {_of_task(record.eval_task_means)}"
         self._held_out = evaluated or self._held_out
         at_times = record.step % self._stride == 0
         if not self._only_strides:
-            at_times = at_times or record.step in (self._first + 1, self._last) or record.eval_loss is not None
+            at_times = at_times or record.step in (self._first + 1, self._last) or bool(evaluated)
         if self._is_live:
             if at_times and self._only_strides:
                 self._console.print(Text(fitted(self._words(record, evaluated), self._console.width)))
@@ -267,8 +268,11 @@ class StepProgress:
 
 
 def _of_task(means: Mapping[str, float]) -> str:
-    """How often pairs are told apart, and by how much, where a task reports that."""
-    shown = (("accuracy", "rewards/accuracies"), ("accuracy", "accuracies"), ("margin", "rewards/margins"), ("kl", "kl"))
+    """What answers are worth, or how often pairs are told apart, and by how much, where a task reports that."""
+    shown = (
+        *(("reward", "reward"), ("accuracy", "rewards/accuracies"), ("accuracy", "accuracies")),
+        *(("margin", "rewards/margins"), ("kl", "kl")),
+    )
     return "  ".join(f"{word} {means[name]:.3g}" for word, name in shown if name in means)
 
 

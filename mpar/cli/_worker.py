@@ -24,10 +24,12 @@ from mpar.data import Batches, MalformedFile, stream_report
 from mpar.errors import DataError
 from mpar.parent_process import end_with_parent
 from mpar.program import Hardware
+from mpar.rollouts import HeldOut
 from mpar.train import (
     DATA_FOLDER,
     MALFORMED_FILE,
     Evaluation,
+    HeldOutEvaluation,
     Job,
     MetricsFile,
     Phase,
@@ -129,8 +131,8 @@ def work(job: Job, folder: Path, watch: Watch, deadline: float | None) -> int:
         if job.reference is not None:
             resumes = job.resume is not None
             data = with_reference(Reference(setup, job.reference, rank, device, watch, agree, job.init, resumes), data)
-        draw_rollouts(setup, program, data, rank, _gather, device, RolloutPrograms(job.measure, job.scorers))
-        evaluation = _evaluation(job, data.evaluation, device, watch)
+        held_out = draw_rollouts(setup, program, data, rank, _gather, device, RolloutPrograms(job.measure, job.scorers))
+        evaluation = _evaluation(job, data.evaluation, held_out, device, watch)
         this = Rank(setup, program, data.training, rank, device, run, watch, saving, stop, agree, data.items, evaluation)
         state, position = start(this, job.resume, job.init)
         if rank == 0:
@@ -183,9 +185,13 @@ def _gather(mine: object) -> list[object]:
     return found
 
 
-def _evaluation(job: Job, sets: Mapping[str, Batches], device: torch.device, watch: Watch) -> Evaluation | None:
+def _evaluation(
+    job: Job, sets: Mapping[str, Batches], held_out: HeldOut | None, device: torch.device, watch: Watch
+) -> Evaluation | HeldOutEvaluation | None:
     """What this rank evaluates with; None if the job does not evaluate."""
     config = job.config
+    if held_out is not None:
+        return HeldOutEvaluation(held_out, config.evaluation.every)
     if not sets or job.evaluation is None:
         return None
     execution = "inductor" if config.execution == "inductor" else "eager"  # few runs do not repay recording a CUDA graph

@@ -313,6 +313,10 @@ class DocumentBatches(Batches):
         report = replace(self.report, num_held_out=count)
         return self._subset(training, self.shuffle, report), self._subset(held_out, False, report)
 
+    def only(self, documents: NDArray[np.int64], report: LoadReport) -> "DocumentBatches":
+        """Batches of these documents alone, by their indices, in this order; `report` is on their rows."""
+        return self._of(self.documents.take(documents), self.shape, self.shuffle, report)
+
     def _subset(self, rows: NDArray[np.int64], shuffle: bool, report: LoadReport) -> "DocumentBatches":
         return self._of(self.documents.select(rows), self.shape, shuffle, report)
 

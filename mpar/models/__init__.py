@@ -9,7 +9,7 @@ from mpar.models._cached import CachedDecoder, with_cache
 from mpar.models._declared import DeclaredModel
 from mpar.models._flops import flops_per_token
 from mpar.models._freeze import FrozenModel, freeze, with_frozen
-from mpar.models._language_head import HiddenHead, LanguageHead
+from mpar.models._language_head import HiddenHead, LanguageHead, LinearHead
 from mpar.models._matrix import Matrix, MatrixLeaf
 from mpar.models._model import Model, Multiplications, Read, Trainable
 from mpar.models._options import ModelOptions
@@ -92,6 +92,7 @@ __all__ = [
     "HfReader",
     "HiddenHead",
     "LanguageHead",
+    "LinearHead",
     "MappedFile",
     "Matrix",
     "MatrixLeaf",

@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["HiddenHead", "LanguageHead"]
+__all__ = ["HiddenHead", "LanguageHead", "LinearHead"]
 
 
 @runtime_checkable
@@ -21,6 +21,18 @@ class LanguageHead(Protocol):
 
     def token_logits(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         """Logits (B, S, V), where V may be padded beyond the vocabulary."""
+
+
+@runtime_checkable
+class LinearHead(LanguageHead, Protocol):
+    """A head that can also give the two factors of its logits, so that a loss need not make all of them at a time."""
+
+    def factors(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Features (B, S, D) and a matrix (D, V) whose product the logits are; None if they are more than a product."""
+
+    @property
+    def tokens_at_once(self) -> int:
+        """For how many tokens logits shall exist at a time."""
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ from mpar.ops._geglu import geglu
 from mpar.ops._int8 import Int8, dequantise_int8, quantise_int8
 from mpar.ops._layer_norm import layer_norm
 from mpar.ops._linear_cross_entropy import linear_cross_entropy, linear_token_losses
+from mpar.ops._linear_divergence import linear_divergence
 from mpar.ops._mlp_tiled import Activation, mlp_tiled
 from mpar.ops._newton_schulz import newton_schulz
 from mpar.ops._nf4 import NF4_BLOCK, NF4_CODES, Nf4, dequantise_nf4, nf4_scale_codes, nf4_shapes, quantise_nf4
@@ -143,6 +144,7 @@ __all__ = [
     "layer_norm",
     "limit_capacity",
     "linear_cross_entropy",
+    "linear_divergence",
     "linear_token_losses",
     "marking",
     "merge_attention",

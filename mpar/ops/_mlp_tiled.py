@@ -107,31 +107,45 @@ def _impl(x, gate, up, down, *, activation, chunk):
 
 @mlp_tiled_p.def_vjp("x, gate, up, down, dy -> dx, dgate, dup, ddown")
 def _vjp(x, gate, up, down, dy, *, activation, chunk):
-    """For each tile: dhidden = dy down', dx = dgate gate' + dup up'. Gradients of the weights are summed over the tiles."""
+    """Gradients of the weights are summed over the tiles."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    sums = tuple(None if w is None else torch.zeros(w.shape, dtype=wide, device=x.device) for w in (gate, up, down))
+    dx = _pull_back(x, gate, up, down, dy, activation, chunk, sums)
+    return dx, *(x.new_empty(0) if grad is None else grad.to(x.dtype) for grad in sums)
+
+
+@mlp_tiled_p.def_vjp_part("x, gate, up, down, dy -> dx")
+def mlp_tiled_x_bwd_p(x, gate, up, down, dy, *, activation, chunk):
+    """The gradient of x alone, for weights that are frozen."""
+    return _pull_back(x, gate, up, down, dy, activation, chunk, None)
+
+
+def _pull_back(x, gate, up, down, dy, activation, chunk, sums: tuple[Tensor | None, ...] | None) -> Tensor:
+    """dx: for each tile dhidden = dy down' and dx = dgate gate' + dup up'. Gradients of the weights are added to `sums`."""
     tiles = _Tiles(x, up.shape[1], chunk, 2 if gate is None else 3)
     dx_TD = torch.empty(tiles.x_TD.shape, dtype=x.dtype, device=x.device)
     dy_TD = dy.reshape(dx_TD.shape)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    dup, ddown = (torch.zeros(w.shape, dtype=wide, device=x.device) for w in (up, down))
-    dgate = None if gate is None else torch.zeros(gate.shape, dtype=wide, device=x.device)
+    dgate, dup, ddown = (None, None, None) if sums is None else sums
     for tokens in tiles.places:
         x_tile, dy_tile = tiles.x_TD[tokens], dy_TD[tokens]
         up_TF = tiles.product(0, tokens, tiles.x_TD, up)
         gate_TF = None if gate is None else tiles.product(2, tokens, tiles.x_TD, gate)
-        _accumulate(ddown, _hidden(gate_TF, up_TF, activation), dy_tile)
+        if ddown is not None:
+            _accumulate(ddown, _hidden(gate_TF, up_TF, activation), dy_tile)
         dhidden_TF = tiles.product(1, tokens, dy_TD, down.T)
         dgate_TF, dup_TF = _hidden_bwd(gate_TF, up_TF, dhidden_TF, activation)
         torch.mm(dup_TF, up.T, out=dx_TD[tokens])
-        _accumulate(dup, x_tile, dup_TF)
-        if gate is not None and dgate is not None and dgate_TF is not None:
+        if dgate_TF is not None:
             dx_TD[tokens].addmm_(dgate_TF, gate.T)
-            _accumulate(dgate, x_tile, dgate_TF)
-    grads = (x.new_empty(0) if grad is None else grad.to(x.dtype) for grad in (dgate, dup, ddown))
-    return dx_TD.view(x.shape), *grads
+        _accumulate(dup, x_tile, dup_TF)
+        _accumulate(dgate, x_tile, dgate_TF)
+    return dx_TD.view(x.shape)
 
 
-def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a.T @ b` to `total`, which is float32 or wider."""
+def _accumulate(total: Tensor | None, a: Tensor, b: Tensor | None) -> None:
+    """Add `a.T @ b` to `total`, which is float32 or wider, if there is one."""
+    if total is None or b is None:
+        return
     if total.dtype == a.dtype:
         total.addmm_(a.T, b)
     else:
@@ -149,6 +163,8 @@ mlp_tiled_p.def_sharding("... d, d f, d f, f d -> ... d", need_replication="d")
 mlp_tiled_p.bwd.def_sharding("... d, d f, d f, f d, ... d -> ... d, d f, d f, f d", need_replication="d", linear="dy")
 mlp_tiled_p.def_batching_leading()
 mlp_tiled_p.bwd.def_batching_leading()
+mlp_tiled_x_bwd_p.def_sharding("... d, d f, d f, f d, ... d -> ... d", need_replication="d", linear="dy")
+mlp_tiled_x_bwd_p.def_batching_leading()
 
 
 def _matrices(gate: Tensor | None) -> int:
@@ -176,6 +192,16 @@ def _cost_bwd(x, gate, up, down, dy, *, activation, chunk):
     workspace = (2 * num + 2) * _tile_bytes(x, up, chunk) + 2 * x.nbytes + sums
     shape = _tile_shape(x, up, chunk, 3 * num - 1)
     return Cost(flops=flops, bytes=3 * x.nbytes + 2 * num * up.nbytes, workspace=workspace, matmul=shape)
+
+
+@mlp_tiled_x_bwd_p.def_cost
+def _cost_x_bwd(x, gate, up, down, dy, *, activation, chunk):
+    """The hidden values again, then once the forward."""
+    num = _matrices(gate)
+    workspace = (2 * num + 2) * _tile_bytes(x, up, chunk) + 2 * x.nbytes
+    shape = _tile_shape(x, up, chunk, 2 * num - 1)
+    flops = 2 * (2 * num - 1) * x.numel() * up.shape[1]
+    return Cost(flops=flops, bytes=3 * x.nbytes + num * up.nbytes, workspace=workspace, matmul=shape)
 
 
 def _tile_shape(x: Tensor, up: Tensor, chunk: int, products: int) -> MatmulShape:

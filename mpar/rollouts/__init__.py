@@ -4,6 +4,7 @@ from mpar.rollouts._advantages import TokenAdvantages, advantages
 from mpar.rollouts._batches import RolloutBatches
 from mpar.rollouts._draw import Drawing, Exchange, Measure
 from mpar.rollouts._files import RolloutFile, RolloutHeader, list_rollouts, read_rollouts
+from mpar.rollouts._held_out import HELD_OUT_FOLDER, HeldOut
 from mpar.rollouts._plan import RolloutPlan
 from mpar.rollouts._prompts import Prompts
 from mpar.rollouts._rollout import Rollout
@@ -11,11 +12,13 @@ from mpar.rollouts._sampler import Ask, Drawn, EngineSampler, Sampler
 from mpar.rollouts.rewards import Reward, RewardSpec, make_rewards, reward_problems
 
 __all__ = [
+    "HELD_OUT_FOLDER",
     "Ask",
     "Drawing",
     "Drawn",
     "EngineSampler",
     "Exchange",
+    "HeldOut",
     "Measure",
     "Prompts",
     "Reward",

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpar.data import Batches, DocumentBatches
-from mpar.errors import CheckpointError, ConfigError, NumericsError, RewardError
+from mpar.errors import CheckpointError, NumericsError, RewardError
 from mpar.rollouts._advantages import with_token_advantages
 from mpar.rollouts._draw import Drawing, Measure, draw, numbers_of, with_advantages
 from mpar.rollouts._files import RolloutFile, RolloutHeader, read_rollouts, rollout_path, write_rollouts
 from mpar.rollouts._plan import RolloutPlan
+from mpar.rollouts._prompts import Prompts
 from mpar.rollouts._rollout import Rollout
 
 __all__ = ["RolloutBatches"]
@@ -33,12 +34,16 @@ class RolloutBatches(Batches):
     two such times reads them there; at such a time it draws the same ones again, because draws depend on seed, prompt and
     parameters alone.
     prompts: whose rows are prompts. rewards: what the rewards are, for the fingerprint.
+    Raises DataError if no prompt is short enough for the plan.
     """
 
     def __init__(self, prompts: DocumentBatches, plan: RolloutPlan, *, rewards: str) -> None:
-        self.prompts, self.plan, self._rewards = prompts, plan, rewards
+        self.plan, self._rewards = plan, rewards
         self.shape, self.seed, self.shuffle = plan.shape, prompts.seed, prompts.shuffle
-        self.pad_id, self.report = prompts.pad_id, prompts.report
+        most = plan.max_prompt_tokens
+        self.questions = Prompts(prompts.documents, seed=self.seed, shuffle=self.shuffle, max_tokens=most)
+        self.prompts = self.questions.usable_of(prompts)
+        self.pad_id, self.report = prompts.pad_id, self.prompts.report
         self._drawing: Drawing | None = None
         self._folder: Path | None = None
         self._number, self._rollouts = -1, tuple[Rollout, ...]()
@@ -66,7 +71,7 @@ class RolloutBatches(Batches):
     @property
     def steps_per_epoch(self) -> int:
         """The number of steps in which each prompt is answered about once."""
-        return max(1, round(len(self.prompts.documents) / self.plan.num_groups * self.plan.steps))
+        return max(1, round(len(self.questions) / self.plan.num_groups * self.plan.steps))
 
     @property
     def rollouts(self) -> Sequence[Rollout]:
@@ -137,9 +142,12 @@ class RolloutBatches(Batches):
                 place = end
         return made
 
-    def split(self, fraction: float) -> tuple[Batches, Batches]:
-        """Rollouts are not split: what they are worth on other prompts is another run's."""
-        raise ConfigError("cannot hold prompts back from rollouts: evaluation.fraction is for data with labels.")
+    def split(self, fraction: float) -> tuple["RolloutBatches", "RolloutBatches"]:
+        """(training, validation): the prompts are split as `DocumentBatches.split` splits documents. Nothing is drawn for those
+        of validation unless `HeldOut` asks for it.
+        """
+        training, held_out = (RolloutBatches(part, self.plan, rewards=self._rewards) for part in self.prompts.split(fraction))
+        return training, held_out
 
     def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[Any]]) -> None:
         place = 0

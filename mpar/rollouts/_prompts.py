@@ -1,12 +1,12 @@
 """Prompts in an order that depends on the seed alone, so that a run that goes on is given the same ones."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpar.data import Documents, random_order
+from mpar.data import DocumentBatches, Documents, random_order
 from mpar.errors import DataError
 
 __all__ = ["Prompt", "Prompts"]
@@ -36,7 +36,6 @@ class Prompts:
         self._order: tuple[tuple[int, int], list[int]] = ((-1, -1), [])
         ends = [self._prompt_end(index) for index in range(len(documents))]
         self._usable = [index for index, end in enumerate(ends) if 2 <= end <= (max_tokens or end)]
-        self.num_too_long = len(ends) - len(self._usable)
         if not self._usable:
             raise DataError(
                 f"cannot draw answers: none of the {len(ends)} prompts has between 2 and max_prompt_tokens={max_tokens} tokens; "
@@ -46,6 +45,18 @@ class Prompts:
     def __len__(self) -> int:
         """The number of prompts."""
         return len(self._usable)
+
+    def usable_of(self, batches: DocumentBatches) -> DocumentBatches:
+        """`batches`, whose documents these prompts are among, without documents that are no usable prompt. Their rows are counted
+        as too long and left out."""
+        usable = np.array(self._usable)
+        if len(usable) == len(batches.documents):
+            return batches
+        kept = batches.documents.take(usable)
+        count = len(np.setdiff1d(batches.documents.rows, kept.rows))
+        report, signs = batches.report, {"num_used": -1, "num_too_long": 1, "num_dropped": 1}
+        changed = replace(report, **{name: getattr(report, name) + sign * count for name, sign in signs.items()})
+        return batches.only(usable, changed.of(kept))
 
     def take(self, number: int, attempt: int = 0) -> Prompt:
         """The prompt number `number` of a run, which has no end. The prompts of other attempts come in other orders."""

@@ -15,17 +15,20 @@ _MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True)
 class Ask:
-    """A prompt to be answered. Draws depend on the seed, on `choice`, on the number of each token and on nothing else."""
+    """A prompt to be answered. Draws depend on the seed, on `choice`, on the number of each token and on nothing else. greedy:
+    nothing is drawn, each token is the likeliest one."""
 
     prompt: tuple[int, ...]
     seed: int
     choice: int
+    greedy: bool = False
 
 
 @dataclass(frozen=True)
 class Drawn:
     """An answer: its tokens, with the one that ended it; the log-probability of each under the full distribution at temperature
-    1, from which they were drawn; `finish` is `stop`, or `length` if there was no room for more."""
+    1, from which they were drawn unless they are the likeliest ones; `finish` is `stop`, or `length` if there was no room for
+    more."""
 
     tokens: tuple[int, ...]
     logps: tuple[float, ...]
@@ -65,7 +68,12 @@ class EngineSampler:
         requests = [
             engine.add(
                 ask.prompt,
-                Sampling(max_tokens=self._max_tokens, temperature=1.0, seed=ask.seed & _MAX_SEED, num_alternatives=0),
+                Sampling(
+                    max_tokens=self._max_tokens,
+                    temperature=0.0 if ask.greedy else 1.0,
+                    seed=ask.seed & _MAX_SEED,
+                    num_alternatives=0,
+                ),
                 ask.choice,
             )
             for ask in asks

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mpar import ops
 from mpar.errors import ConfigError
+from mpar.models import LinearHead
 from mpar.tasks._task import BY_TOKEN, Entry, Forward, Forwards, Means, Task
 
 __all__ = ["Gkd", "generalised_jsd"]
@@ -42,14 +44,26 @@ class Gkd(Task):
         return (batch["answers"] >= 0).sum()
 
     def loss(self, forwards: Forwards) -> tuple[Tensor, Means]:
-        """The sum over tokens; `agreement` is how often both find the same token likeliest."""
+        """The sum over tokens; `agreement` is how often both find the same token likeliest. Where the logits of both models are
+        products, they are made for some tokens at a time (`ops.linear_divergence`)."""
         assert forwards.reference is not None
         counted_BS = forwards.batch["answers"] >= 0
-        student_BSV, teacher_BSV = _tokens_only(forwards.policy), _tokens_only(forwards.reference)
-        loss = generalised_jsd(student_BSV, teacher_BSV, counted_BS, beta=self.beta, temperature=self.temperature)
-        right_BS = (student_BSV.argmax(-1) == teacher_BSV.argmax(-1)).to(loss.dtype)
-        agreeing = torch.where(counted_BS, right_BS, 0.0).sum()
+        divergence_BS, agreement_BS = self._of_tokens(forwards.policy, forwards.reference)
+        loss, agreeing = (torch.where(counted_BS, x_BS, 0.0).sum() for x_BS in (divergence_BS, agreement_BS))
         return loss, {"divergence": (loss, counted_BS.sum()), "agreement": (agreeing, counted_BS.sum())}
+
+    def _of_tokens(self, policy: Forward, reference: Forward) -> tuple[Tensor, Tensor]:
+        """(B, S): the divergence at each position, and 1 where both find the same token likeliest."""
+        student, teacher = policy.factors(), reference.factors()
+        if student is not None and teacher is not None:
+            assert isinstance(policy.head, LinearHead)
+            size, chunk = policy.head.vocab_size, policy.head.tokens_at_once
+            return ops.linear_divergence(
+                *student, *teacher, beta=self.beta, temperature=self.temperature, vocab_size=size, chunk=chunk
+            )
+        student_BSV, teacher_BSV = _tokens_only(policy), _tokens_only(reference)
+        agreement_BS = (student_BSV.argmax(-1) == teacher_BSV.argmax(-1)).to(student_BSV.dtype)
+        return token_divergences(student_BSV, teacher_BSV, beta=self.beta, temperature=self.temperature), agreement_BS
 
 
 def _tokens_only(forward: Forward) -> Tensor:
@@ -75,15 +89,19 @@ def generalised_jsd(
     Raises ConfigError for a beta outside [0, 1] or a temperature that is not positive.
     """
     check_divergence(beta, temperature)
+    divergence_BS = token_divergences(student_BSV, teacher_BSV, beta=beta, temperature=temperature)
+    return torch.where(counted_BS, divergence_BS, 0.0).sum()
+
+
+def token_divergences(student_BSV: Tensor, teacher_BSV: Tensor, *, beta: float, temperature: float) -> Tensor:
+    """(B, S): the divergence of `generalised_jsd` at each position."""
     student_BSV, teacher_BSV = ((logits / temperature).log_softmax(-1) for logits in (student_BSV, teacher_BSV))
     if beta == 0:
-        divergence_BS = _kl(teacher_BSV, student_BSV)
-    elif beta == 1:
-        divergence_BS = _kl(student_BSV, teacher_BSV)
-    else:
-        mixture_BSV = torch.logaddexp(student_BSV + math.log1p(-beta), teacher_BSV + math.log(beta))
-        divergence_BS = beta * _kl(teacher_BSV, mixture_BSV) + (1 - beta) * _kl(student_BSV, mixture_BSV)
-    return torch.where(counted_BS, divergence_BS, 0.0).sum()
+        return _kl(teacher_BSV, student_BSV)
+    if beta == 1:
+        return _kl(student_BSV, teacher_BSV)
+    mixture_BSV = torch.logaddexp(student_BSV + math.log1p(-beta), teacher_BSV + math.log(beta))
+    return beta * _kl(teacher_BSV, mixture_BSV) + (1 - beta) * _kl(student_BSV, mixture_BSV)
 
 
 def _kl(p_BSV: Tensor, q_BSV: Tensor) -> Tensor:

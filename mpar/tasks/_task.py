@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mpar.chain import Axes
-from mpar.models import HiddenHead, LanguageHead
+from mpar.models import HiddenHead, LanguageHead, LinearHead
 
 __all__ = ["BY_ANSWER", "BY_TOKEN", "Entry", "Forward", "Forwards", "Means", "Task"]
 
@@ -43,6 +43,10 @@ class Forward:
     def logits(self) -> Tensor:
         """Logits (B, S, V), where V may be padded beyond the vocabulary."""
         return self.head.token_logits(self.params, self.x, self.context)
+
+    def factors(self) -> tuple[Tensor, Tensor] | None:
+        """Features (B, S, D) and a matrix (D, V) whose product the logits are; None if the model does not say."""
+        return self.head.factors(self.params, self.x, self.context) if isinstance(self.head, LinearHead) else None
 
     def hidden(self) -> Tensor:
         """The features (B, S, D) that are multiplied with the output matrix."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         TrainConfig,
     )
     from mpar.train._duration import deadline_after, seconds
-    from mpar.train._evaluation import Evaluation
+    from mpar.train._evaluation import Evaluation, HeldOutEvaluation
     from mpar.train._experts import ExpertLoad, expert_load, side_losses
     from mpar.train._job import Job, read_job, write_job
     from mpar.train._job_folder import DATA_FOLDER, MALFORMED_FILE, write_run_dir
@@ -75,6 +75,7 @@ _HOME = {
     "with_options": "_plug_ins",
     "Phase": "_place",
     "Evaluation": "_evaluation",
+    "HeldOutEvaluation": "_evaluation",
     "ExpertLoad": "_experts",
     "expert_load": "_experts",
     "side_losses": "_experts",
@@ -142,6 +143,7 @@ __all__ = [
     "Evaluation",
     "ExpertLoad",
     "HardwareConfig",
+    "HeldOutEvaluation",
     "Job",
     "MeshConfig",
     "MetricsFile",

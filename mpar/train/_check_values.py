@@ -40,7 +40,7 @@ def value_problems(config: TrainConfig, memory_bytes: int | None = None) -> list
         *_of_task(config),
         *_of_rollouts(config),
         *_of_token_weights(config.data.token_weights),
-        *_of_evaluation(config.evaluation),
+        *_of_evaluation(config.evaluation, draws=config.task.draws),
         *_of_stream(config),
         *_of_checkpoints(config),
         *_of_time_limit(config.time_limit),
@@ -102,7 +102,7 @@ def _of_rollouts(config: TrainConfig) -> Iterator[str]:
     if not task.draws:
         return
     if task.learn == "gkd":
-        yield from _of_teacher(task)
+        yield from _of_teacher(task, rewarded=config.evaluation.has_data)
     elif not task.rewards:
         yield "task.rewards is empty: name what answers are worth, such as [exact], or module:function of your own"
     if task.reward_weights is not None and len(task.reward_weights) != len(task.rewards):
@@ -115,8 +115,6 @@ def _of_rollouts(config: TrainConfig) -> Iterator[str]:
             f"task.reward_time_s={task.reward_time_s:g} is not below timeout_s={config.timeout_s:g}: the other ranks would give "
             "up before a reward that takes too long is named"
         )
-    if config.evaluation.sources is not None or config.evaluation.fraction is not None:
-        yield "evaluation: the loss of such a task is about answers that are drawn in training; leave evaluation out"
     rates = {"model": config.model.dropout, "adapter": config.adapter.dropout}
     yield from (
         f"{name}.dropout={rate}: answers are drawn without dropout, so that an update would meet other probabilities than those "
@@ -128,11 +126,14 @@ def _of_rollouts(config: TrainConfig) -> Iterator[str]:
         yield "data.stream=true: prompts are drawn in an order of their own, and are kept in memory"
 
 
-def _of_teacher(task: TaskConfig) -> Iterator[str]:
+def _of_teacher(task: TaskConfig, *, rewarded: bool) -> Iterator[str]:
     if task.teacher is None:
         yield "task.teacher is missing: task.learn=gkd needs a Hugging Face folder, or a run with one, of the same vocabulary"
-    if task.rewards:
-        yield "task.rewards: task.learn=gkd learns from every answer, whatever it is worth"
+    if task.rewards and not rewarded:
+        yield (
+            "task.rewards: task.learn=gkd learns from every answer, whatever it is worth; answers to held-out prompts can be "
+            "rewarded: give evaluation.fraction or evaluation.sources"
+        )
     if task.kind == "prompt" and task.lmbda < 1 and not task.seq_kd:
         yield f"task.kind=prompt with task.lmbda={task.lmbda:g}: prompts have no answers; use kind=sft, lmbda=1 or seq_kd=true"
     if task.seq_kd and task.lmbda == 1:
@@ -147,7 +148,9 @@ def _of_token_weights(given: str) -> list[str]:
     return []
 
 
-def _of_evaluation(evaluation: EvaluationConfig) -> Iterator[str]:
+def _of_evaluation(evaluation: EvaluationConfig, *, draws: bool) -> Iterator[str]:
+    if evaluation.answers is not None and not draws:
+        yield f"evaluation.answers={evaluation.answers}: only tasks that draw answers answer what they are evaluated on"
     named = isinstance(evaluation.sources, dict)
     wrong = [name for name in evaluation.sets if not re.fullmatch(r"[\w.-]+", str(name))] if named else []
     if named and not evaluation.sources:
@@ -156,7 +159,7 @@ def _of_evaluation(evaluation: EvaluationConfig) -> Iterator[str]:
         yield f"evaluation.sources names {', '.join(map(repr, wrong))}: a name has letters, digits, '.', '-' and '_'"
     if evaluation.fraction is not None and "held_out" in evaluation.sets:
         yield "evaluation.sources names 'held_out', which is what evaluation.fraction is called: choose another name"
-    if evaluation.every is not None and evaluation.sources is None and evaluation.fraction is None:
+    if evaluation.every is not None and not evaluation.has_data:
         yield (
             f"evaluation.every={evaluation.every} has no data: give evaluation.fraction (such as 0.1, the share of data.sources "
             "that is held out) or evaluation.sources"
@@ -178,7 +181,12 @@ def _of_checkpoints(config: TrainConfig) -> Iterator[str]:
             f"restarts={config.restarts} with checkpoint.optimizer_state=false: a restart goes on from the newest checkpoint, "
             "which would lack the state of the optimizer"
         )
-    if config.checkpoint.keep_best is not None and evaluation.sources is None and evaluation.fraction is None:
+    if config.checkpoint.keep_best is not None and config.task.draws:
+        yield (
+            f"checkpoint.keep_best={config.checkpoint.keep_best} goes by the loss of evaluations, and task.learn="
+            f"{config.task.learn} has none: use checkpoint.keep_every"
+        )
+    elif config.checkpoint.keep_best is not None and not evaluation.has_data:
         yield (
             f"checkpoint.keep_best={config.checkpoint.keep_best} has no loss to go by: give evaluation.fraction or "
             "evaluation.sources, and evaluation.every"

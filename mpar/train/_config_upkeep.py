@@ -73,7 +73,8 @@ class SpikeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """The loss on data that are not trained on. Nothing is evaluated unless `sources` or `fraction` is given, or both."""
+    """The loss on data that are not trained on; of tasks that draw answers, what answers to other prompts are worth. Nothing is
+    evaluated unless `sources` or `fraction` is given, or both."""
 
     every: int | None = key("evaluate after every so many steps, and at the end; null: only at the end", default=None, at_least=1)
     sources: tuple[str, ...] | dict[str, str | tuple[str, ...]] | None = key(
@@ -82,7 +83,19 @@ class EvaluationConfig:
     fraction: float | None = key(
         "hold this share of the rows of data.sources out of training, to evaluate on", default=None, above=0, below=1
     )
-    batches: int | None = key("how many batches of each set an evaluation reads; null: all", default=None, at_least=1)
+    batches: int | None = key(
+        "how many batches of each set an evaluation reads, of prompts with one in each row; null: all", default=None, at_least=1
+    )
+    answers: int | None = key(
+        "of tasks that draw answers: so many are drawn to each prompt to evaluate on; null: one, of the likeliest tokens",
+        default=None,
+        at_least=1,
+    )
+
+    @property
+    def has_data(self) -> bool:
+        """Whether there is something to evaluate on."""
+        return self.sources is not None or self.fraction is not None
 
     @property
     def sets(self) -> dict[str, tuple[str, ...]]:

@@ -1,4 +1,5 @@
-"""Evaluation: the loss on data that are not trained on, by a program of forwards that reads the parameters of the training."""
+"""Evaluation: the loss on data that are not trained on, by a program of forwards that reads the parameters of the training; or
+what answers to prompts are worth that are not trained on."""
 
 import math
 from collections.abc import Mapping
@@ -9,19 +10,25 @@ from torch import Tensor
 
 from mpar.data import Batches
 from mpar.program import Program, RankRun, Replay, State
+from mpar.rollouts import HeldOut
 from mpar.tasks import MEAN, task_means
 from mpar.train._local_batch import LocalBatches
+from mpar.train._place import Phase
+from mpar.train._state import PARAMS
 from mpar.train._watch import Watch
 
-__all__ = ["EvalLosses", "Evaluation"]
+__all__ = ["EvalLosses", "Evaluation", "HeldOutEvaluation", "params_of"]
 
 
 @dataclass(frozen=True)
 class EvalLosses:
-    """The mean loss over the labels of all sets together, and of each set; and the means that a task reports, over all sets."""
+    """The mean loss over the labels of all sets together, and of each set; and the means that a task reports, over all sets.
 
-    mean: float
-    of_set: Mapping[str, float]
+    mean: None if answers are rewarded, whose rewards are among `task_means`.
+    """
+
+    mean: float | None
+    of_set: Mapping[str, float] = field(default_factory=dict)
     task_means: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -41,10 +48,11 @@ class Evaluation:
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether to evaluate after `step` of a run that ends with step `last`."""
-        return step == last or (self.every is not None and step % self.every == 0)
+        return is_due(self.every, step, last)
 
-    def losses(self, state: State, rank: int, device: torch.device, watch: Watch) -> "EvalLosses":
-        """The mean loss over all labels of each set. All ranks must call this together. `state` is not changed."""
+    def losses(self, state: State, step: int, rank: int, device: torch.device, watch: Watch) -> EvalLosses:
+        """The mean loss over all labels of each set, after `step` updates. All ranks must call this together. `state` is not
+        changed."""
         reported: dict[str, Tensor] = {}
         sums = {name: self._sum(batches, state, rank, device, watch, reported) for name, batches in self.sets.items()}
         total, weight = (math.fsum(parts) for parts in zip(*sums.values(), strict=True))
@@ -75,6 +83,39 @@ class Evaluation:
                     sums = metrics[name].to(torch.float64)
                     reported[name] = reported[name] + sums if name in reported else sums
         return total, weight
+
+
+@dataclass(frozen=True)
+class HeldOutEvaluation:
+    """What one rank evaluates with where answers are drawn: the held-out prompts are answered, and the answers are rewarded.
+
+    every: as of `Evaluation`.
+    """
+
+    held_out: HeldOut
+    every: int | None
+
+    def is_due(self, step: int, last: int) -> bool:
+        """See `Evaluation`."""
+        return is_due(self.every, step, last)
+
+    def losses(self, state: State, step: int, rank: int, device: torch.device, watch: Watch) -> EvalLosses:
+        """What the answers after `step` updates are worth, under `task_means`. All ranks call this together. Raises RewardError
+        if they cannot be rewarded."""
+        watch.enter(Phase.BATCH)
+        numbers = self.held_out.measure(step, params_of(state))
+        watch.between_steps(step)
+        return EvalLosses(None, task_means=numbers)
+
+
+def is_due(every: int | None, step: int, last: int) -> bool:
+    """Whether to evaluate after `step` of a run that ends with step `last`."""
+    return step == last or (every is not None and step % every == 0)
+
+
+def params_of(state: State) -> dict[str, Tensor]:
+    """The parameters that a rank has, by their paths in the tree of the chain."""
+    return {path.removeprefix(PARAMS): leaf for path, leaf in state.leaves.items() if path.startswith(PARAMS)}
 
 
 def _mean(total: float, weight: float) -> float:

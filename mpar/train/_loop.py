@@ -17,7 +17,7 @@ from mpar.errors import RewardError
 from mpar.models import Trainable
 from mpar.program import NO_LIMITS, Program, RankRun, Replay, State
 from mpar.tasks import task_means
-from mpar.train._evaluation import EvalLosses, Evaluation
+from mpar.train._evaluation import EvalLosses, Evaluation, HeldOutEvaluation, params_of
 from mpar.train._experts import expert_load, side_losses
 from mpar.train._first_tensor import first_not_finite
 from mpar.train._health import Seen, judge
@@ -26,7 +26,7 @@ from mpar.train._metrics import StepRecord, flops_per_token, peak_memory_bytes
 from mpar.train._place import Phase
 from mpar.train._saving import Saving
 from mpar.train._setup import RunSetup, teacher_folder
-from mpar.train._state import PARAMS, Progress, fresh_state, has_params, is_checkpoint, load_state
+from mpar.train._state import Progress, fresh_state, has_params, is_checkpoint, load_state
 from mpar.train._stop import Stop
 from mpar.train._watch import Watch
 
@@ -52,7 +52,7 @@ class Rank:
     """Called by all ranks together, gives each the highest of all ranks' values, one by one."""
     data_items: Mapping[str, Json]
     """What the batches depend on, item by item."""
-    evaluation: Evaluation | None = None
+    evaluation: Evaluation | HeldOutEvaluation | None = None
 
 
 def start(rank: Rank, resume: Path | None, init: Path | None = None) -> tuple[State, Progress]:
@@ -118,7 +118,7 @@ def _run_steps(
         progress = progress.after(seen, config.spike.window).having_read(rank.batches)
         elapsed, communication = time.perf_counter() - began, watch.communication_bytes - sent
         record = yardstick.record(rank, progress, seen, metrics, elapsed, communication)
-        evaluated = _evaluated(rank, state, progress.step)
+        evaluated = _evaluated(rank, state, progress)
         eval_loss = None if evaluated is None else evaluated.mean
         on_step(replace(_with_evaluation(record, evaluated), data_s=waited_s, notes=notes, batch_numbers=said))
         is_last = progress.step == config.steps or rank.stop.is_agreed(progress.step, watch)
@@ -134,7 +134,7 @@ def _begin_batch(rank: Rank, position: int, state: State, progress: Progress) ->
     """
     if rank.batches.reads_ahead:
         return {}
-    params = {path.removeprefix(PARAMS): leaf for path, leaf in state.leaves.items() if path.startswith(PARAMS)}
+    params = params_of(state)
     rank.watch.enter(Phase.BATCH)
     try:
         said = rank.batches.begin(position, params)
@@ -200,14 +200,20 @@ def _with_evaluation(record: StepRecord, found: EvalLosses | None) -> StepRecord
     if found is None:
         return record
     of_set = dict(found.of_set) if len(found.of_set) > 1 else {}
-    perplexity = None if found.task_means else math.exp(min(found.mean, _LARGEST_EXPONENT))  # the loss of a task is no entropy
+    entropy = None if found.task_means else found.mean  # the loss of a task is none
+    perplexity = None if entropy is None else math.exp(min(entropy, _LARGEST_EXPONENT))
     return replace(
         record, eval_loss=found.mean, perplexity=perplexity, eval_losses=of_set, eval_task_means=dict(found.task_means)
     )
 
 
-def _evaluated(rank: Rank, state: State, step: int) -> EvalLosses | None:
+def _evaluated(rank: Rank, state: State, progress: Progress) -> EvalLosses | None:
+    """What an evaluation finds, if it is time for one. If answers cannot be rewarded, the steps up to here are saved first."""
     evaluation = rank.evaluation
-    if evaluation is None or not evaluation.is_due(step, rank.setup.config.steps):
+    if evaluation is None or not evaluation.is_due(progress.step, rank.setup.config.steps):
         return None
-    return evaluation.losses(state, rank.rank, rank.device, rank.watch)
+    try:
+        return evaluation.losses(state, progress.step, rank.rank, rank.device, rank.watch)
+    except RewardError:
+        rank.saving.after_step(state, progress, None, last=True)
+        raise

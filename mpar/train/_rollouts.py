@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,18 +15,20 @@ from mpar.infer import Runner, Sizes, end_ids
 from mpar.models import Model, Trainable, with_frozen
 from mpar.program import Program
 from mpar.rollouts import (
+    HELD_OUT_FOLDER,
     Ask,
     Drawing,
     Drawn,
     EngineSampler,
     Exchange,
+    HeldOut,
     Measure,
-    Prompts,
     RolloutBatches,
     Sampler,
     make_rewards,
 )
 from mpar.tasks import TaskChain
+from mpar.train._config import TrainConfig
 from mpar.train._gather import gathered_params
 from mpar.train._measure import Measuring
 from mpar.train._reward_models import RowShape, model_rewards
@@ -58,18 +60,17 @@ def draw_rollouts(
     exchange: Exchange,
     device: torch.device,
     others: RolloutPrograms = RolloutPrograms(),
-) -> None:
+) -> HeldOut | None:
     """Let the batches to train on draw answers, if they are made of answers. Loads the compiler, for the sampler's programs.
+    Returns what answers the prompts to evaluate on, if there are any.
 
     Every rank draws some of the groups by itself. Where ranks share parameters, all parameters are gathered on each of them.
     Raises ConfigError for a model that cannot answer, and for rewards that cannot be called.
     """
     batches, config = data.training, setup.config
     if not isinstance(batches, RolloutBatches):
-        return
+        return None
     plan, tokenizer = batches.plan, data.tokenizer
-    shuffle = config.data.shuffle
-    prompts = Prompts(batches.prompts.documents, seed=config.seed, shuffle=shuffle, max_tokens=plan.max_prompt_tokens)
     rows = RowShape(
         batch_size(config) // num_microbatches(config),
         seq_len(config),
@@ -80,9 +81,9 @@ def draw_rollouts(
     sampler = _sampler(setup, policy, batches, tokenizer, device)
     drawing = Drawing(
         plan,
-        prompts,
+        batches.questions,
         _OfPolicy(sampler, tuple(tree.paths(policy.abstract_params)), program, rank),
-        make_rewards([spec for spec in reward_specs(config.task) if not spec.is_folder]) if plan.rewarded else (),
+        make_rewards(specs) if (specs := [spec for spec in reward_specs(config.task) if not spec.is_folder]) else (),
         lambda ids: _text(tokenizer, ids),
         config.seed,
         exchange,
@@ -93,7 +94,19 @@ def draw_rollouts(
         _teacher(setup, batches, program, rank, tokenizer, device),
         config.task.reward_time_s,
     )
-    batches.draw_with(drawing, Path(str(config.run_dir)) / ROLLOUTS_FOLDER)
+    folder = Path(str(config.run_dir)) / ROLLOUTS_FOLDER
+    batches.draw_with(drawing if plan.rewarded else replace(drawing, rewards=(), models=()), folder)
+    return _held_out(config, data, drawing, folder)
+
+
+def _held_out(config: TrainConfig, data: RunData, drawing: Drawing, folder: Path) -> HeldOut | None:
+    """What answers the prompts to evaluate on; None if there are none. `evaluation.batches` counts batches of a prompt a row."""
+    sets = {name: batches.questions for name, batches in data.evaluation.items() if isinstance(batches, RolloutBatches)}
+    if not sets:
+        return None
+    wanted = config.evaluation
+    most = None if wanted.batches is None else wanted.batches * batch_size(config)
+    return HeldOut(sets, drawing, folder / HELD_OUT_FOLDER, wanted.answers, most)
 
 
 @dataclass(frozen=True)
@@ -122,6 +135,23 @@ class _OfPolicy:
         return self.sampler.draw(asks)
 
 
+class _Unchanging:
+    """A sampler of a model that is not trained: it keeps the parameters that it is given first."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler, self._is_loaded = sampler, False
+
+    def load(self, params: Mapping[str, Tensor]) -> None:
+        """See `Sampler`. Ranks gather parameters at the first call only."""
+        if not self._is_loaded:
+            self._sampler.load(params)
+        self._is_loaded = True
+
+    def draw(self, asks: Sequence[Ask]) -> list[Drawn]:
+        """See `Sampler`."""
+        return self._sampler.draw(asks)
+
+
 def _policy(setup: RunSetup) -> Trainable:
     """The model that is trained, with its adapters; it knows what is frozen, which is stored in the dtype that it computes in."""
     return setup.chain.base if isinstance(setup.chain, TaskChain) else setup.model
@@ -146,7 +176,7 @@ def _teacher(
     teacher = teacher_of(setup.config)
     paths = tuple(tree.paths(teacher.abstract_params))
     teacher = with_frozen(teacher, frozenset(paths))  # all of it is stored in the dtype that it computes in
-    return _OfPolicy(_sampler(setup, teacher, batches, tokenizer, device), paths, program, rank, "reference.")
+    return _Unchanging(_OfPolicy(_sampler(setup, teacher, batches, tokenizer, device), paths, program, rank, "reference."))
 
 
 def _sampler(setup: RunSetup, model: Trainable, batches: RolloutBatches, tokenizer: Tokenizer, device: torch.device) -> Sampler:

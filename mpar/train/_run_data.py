@@ -74,14 +74,12 @@ def load_data(
     tokenizer, vocab_size = make_tokenizer(config), setup.model.vocab_size
     wanted = training_data(config, folder)
     batches, sets = load_dataset(wanted, tokenizer, vocab_size=vocab_size, progress=progress), {}
-    if config.task.draws:
-        assert isinstance(batches, DocumentBatches)  # prompts are not streamed (`value_problems`)
-        batches = RolloutBatches(batches, rollout_plan(config), rewards=_described(config))
+    batches = _drawn(config, batches)
     if evaluation.fraction is not None:
         batches, sets[HELD_OUT] = batches.split(evaluation.fraction)
     for name, sources in evaluation.sets.items():
         fixed = _data_config(config, sources, shuffle=False, cache_dir=folder)
-        sets[name] = load_dataset(fixed, tokenizer, vocab_size=vocab_size, progress=progress)
+        sets[name] = _drawn(config, load_dataset(fixed, tokenizer, vocab_size=vocab_size, progress=progress))
     written = False
     if malformed_file is not None and batches.steps_per_epoch is not None:
         others = [of_set.report for name, of_set in sets.items() if name != HELD_OUT]
@@ -90,9 +88,17 @@ def load_data(
     return RunData(tokenizer, batches, sets, items, malformed_file if written else None)
 
 
+def _drawn(config: TrainConfig, batches: Batches) -> Batches:
+    """Batches of answers to prompts, if the run draws answers; else `batches`."""
+    if not config.task.draws:
+        return batches
+    assert isinstance(batches, DocumentBatches)  # prompts are not streamed (`value_problems`)
+    return RolloutBatches(batches, rollout_plan(config), rewards=_described(config))
+
+
 def _described(config: TrainConfig) -> str:
-    """What answers are worth, in words that change if it does; the code of rewards is not looked at."""
-    return repr(reward_specs(config.task))
+    """What answers are worth that are learned from, in words that change if it does; the code of rewards is not looked at."""
+    return repr(reward_specs(config.task) if config.task.learn != "gkd" else [])
 
 
 def _longest_document(config: TrainConfig) -> int:

@@ -138,7 +138,7 @@ def _outside(place: Place) -> str:
     if place.phase == Phase.SAVE:
         return f"after step {place.step}: saving a checkpoint"
     if place.phase == Phase.BATCH:
-        return f"after step {place.step}: drawing answers for the next step, or rewarding them"
+        return f"after step {place.step}: drawing answers, or rewarding them"
     if place.phase == Phase.BETWEEN:
         return f"after step {place.step}: between two steps"
     return f"{'evaluation after step' if place.evaluating else 'step'} {place.step}: had not begun its first line"

@@ -83,9 +83,11 @@ def _is_other(name: str) -> bool:
     return name not in _OF_EVERY_RUN and not name.startswith(("eval_", "rows/", "tokens/", *(f"{panel}/" for panel in _PANELS)))
 
 
-def draw_rewards(rows: Sequence[Mapping[str, float]], path: Path, title: str) -> Path:
+def draw_rewards(
+    rows: Sequence[Mapping[str, float]], path: Path, title: str, held_out: Sequence[Mapping[str, float]] = ()
+) -> Path:
     """Write a picture of the mean reward over updates, with each of several rewards, and of the mean length of answers. `rows`
-    have `step`, `reward` and `answer_tokens`."""
+    have `step`, `reward` and `answer_tokens`; so have those of held-out prompts, whose rewards are points."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -95,7 +97,10 @@ def draw_rewards(rows: Sequence[Mapping[str, float]], path: Path, title: str) ->
     names = sorted({name for row in rows for name in row if name.startswith("reward/")})
     for name in names if len(names) > 1 else []:
         axes.plot(steps, [row.get(name, float("nan")) for row in rows], linewidth=1, label=name.partition("/")[2])
-    if len(names) > 1:
+    points = [(row["step"], row["reward"]) for row in held_out if "reward" in row]
+    if points:
+        axes.plot(*zip(*points, strict=True), "o", markersize=4, color="tab:green", label="held-out prompts")
+    if len(names) > 1 or points:
         axes.legend(loc="lower right", fontsize="small")
     axes.set(xlabel="update", ylabel="mean reward of an answer", title=title)
     axes.grid(True, alpha=0.3)

@@ -64,7 +64,7 @@ def prepare(
     steps = config.steps - reached.optimizer_start
     program = program.with_optimizer(run_optimizer(config, steps))  # a kept program has none
     evaluation = None
-    if data.evaluation:
+    if data.evaluation and not config.task.draws:
         evaluation, _ = _kept(kept_programs, setup, "evaluation", lambda: _compiler().compile_evaluation(setup, program))
     reference = None
     if isinstance(setup.chain, TaskChain) and "reference_logps" in setup.chain.task.entries:

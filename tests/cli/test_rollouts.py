@@ -3,9 +3,12 @@
 import dataclasses
 
 import pytest
+import torch
 
+from mpar import checkpoint
 from mpar.cli.main import main
 from mpar.rollouts import Reward, list_rollouts, read_rollouts
+from mpar.train import read_metrics
 from tests.cli.conftest import run_mpar
 from tests.rollouts.made import HashSampler, batches, drawing, params, plan
 from tests.train.test_rollouts import COMMON, GRPO, write_arithmetic
@@ -70,29 +73,55 @@ def test_what_is_not_there_is_said(run, args, message, capsys):
     assert message in capsys.readouterr().err
 
 
+RANKS = [
+    *COMMON,
+    *GRPO,
+    *("adapter=lora", "adapter.alpha=64", "task.rollout_rounds=2", "data.tokenizer=digits", "num_threads=1", "tensorboard=false"),
+    *("optimizer.lr_decay=constant", "evaluation.sources=[prompts.jsonl#4]", "evaluation.every=2"),
+]
+TWO_RANKS = ("mesh=fsdp2", "strategy=zero3")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The folder of a run on two ranks, with an adapter and frozen weights, all sharded; each rank draws half of the groups."""
+    folder = tmp_path_factory.mktemp("two")
+    write_arithmetic(folder)
+    done = run_mpar(["train", *RANKS, *TWO_RANKS, "steps=3", "run_dir=two"], folder)
+    assert done.returncode == 0, done.stderr
+    assert "held-out prompts:" in done.stdout
+    return folder
+
+
+def drawn(run_dir):
+    """The answers of a run without their log-probabilities, which ranks round in other ways, and its held-out rewards by step."""
+    files = [read_rollouts(path) for path in list_rollouts(run_dir / "rollouts")]
+    records = read_metrics(run_dir / "metrics.jsonl")
+    rewards = {record["step"]: record["eval_reward"] for record in records if "eval_reward" in record}
+    return [dataclasses.replace(one, logps=()) for file in files for one in file.rollouts], rewards
+
+
 @pytest.mark.gloo
-def test_two_ranks_draw_the_answers_of_one(tmp_path):
-    """With an adapter and frozen weights, all sharded over two processes, each of which draws half of the groups: the tokens and
-    losses of one rank."""
-    write_arithmetic(tmp_path)
-    options = [
-        *COMMON,
-        *GRPO,
-        "adapter=lora",
-        "adapter.alpha=64",
-        "steps=3",
-        "task.rollout_rounds=2",
-        "data.tokenizer=digits",
-        "num_threads=1",
-        "tensorboard=false",
-    ]
-    drawn = {}
-    for name, mesh in (("one", ["mesh=one"]), ("two", ["mesh=fsdp2", "strategy=zero3"])):
-        done = run_mpar(["train", *options, *mesh, f"run_dir={name}"], tmp_path)
+def test_two_ranks_draw_the_answers_of_one(two):
+    """The tokens, losses and held-out rewards of one rank; these are in the metrics at the steps that were asked for."""
+    done = run_mpar(["train", *RANKS, "mesh=one", "steps=3", "run_dir=one"], two)
+    assert done.returncode == 0, done.stderr
+    answers, rewards = drawn(two / "two")
+    assert (answers, rewards) == drawn(two / "one")
+    assert list(rewards) == [2, 3]
+    assert [path.stem for path in list_rollouts(two / "two" / "rollouts" / "held_out")] == ["000002", "000003"]
+
+
+@pytest.mark.gloo
+def test_two_ranks_go_on_between_two_updates(two):
+    """A run that stops after the first of two updates of a drawing reads its answers, and ends with the same bits."""
+    for steps in (1, 3):
+        done = run_mpar(["train", *RANKS, *TWO_RANKS, f"steps={steps}", "run_dir=parts"], two)
         assert done.returncode == 0, done.stderr
-        files = [read_rollouts(path) for path in list_rollouts(tmp_path / name / "rollouts")]
-        drawn[name] = [dataclasses.replace(one, logps=()) for file in files for one in file.rollouts]
-    assert drawn["one"] == drawn["two"]
+    readers = [checkpoint.Reader(two / name / "checkpoints" / "step_00000003") for name in ("two", "parts")]
+    with readers[0] as one, readers[1] as parts:
+        assert one.tensors.keys() == parts.tensors.keys()
+        assert all(torch.equal(one.read(name), parts.read(name)) for name in one.tensors)
 
 
 def test_options_that_do_not_go_together_are_listed_at_once(capsys):
@@ -104,6 +133,7 @@ def test_options_that_do_not_go_together_are_listed_at_once(capsys):
         "task.reward_weights=[1,2]",
         "task.reward_options={format: {pattern: a}}",
         "evaluation.fraction=0.1",
+        "checkpoint.keep_best=1",
     ]
     assert main(["plan", *args, "data.stream=true", "evaluation.batches=1"]) == 2
     said = capsys.readouterr().err
@@ -112,7 +142,7 @@ def test_options_that_do_not_go_together_are_listed_at_once(capsys):
         "task.rewards is empty",
         "has 2 numbers for 0",
         "is for format",
-        "leave evaluation out",
+        "checkpoint.keep_best=1 goes by the loss",
         "data.stream=true",
     ):
         assert part in said

@@ -84,11 +84,15 @@ def test_a_run_goes_on_with_the_same_bits(two, tmp_path):
             ["task=kto", "task.reference=columns"],
             [{"prompt": f"q{i}", "completion": f"a{i}", "label": i % 3 == 0} for i in range(24)],
         ),
+        (
+            ["task=prm"],
+            [{"prompt": f"{i}+1+1?", "completions": [f"{i + 1}.", f"{i}."], "labels": [True, False]} for i in range(24)],
+        ),
         (["task=orpo"], None),
         (["task=simpo"], None),
         (["task=reward"], None),
     ],
-    ids=["kto", "orpo", "simpo", "reward"],
+    ids=["kto", "prm", "orpo", "simpo", "reward"],
 )
 def test_other_tasks(task, rows, mpar, tmp_path):
     """Their losses are finite and fall."""

@@ -7,7 +7,7 @@ import torch
 
 from mpar import Mesh, P, jit, ops, testing, value_and_grad
 from mpar.errors import ConfigError, DtypeError, ShapeError
-from mpar.ops._mlp_tiled import mlp_tiled_p
+from mpar.ops._mlp_tiled import mlp_tiled_p, mlp_tiled_x_bwd_p
 from tests.ops.storages import Storages
 
 F64 = torch.float64
@@ -48,6 +48,27 @@ def test_tiles_are_the_whole(activation, gated, chunk, shape, make_tensor):
     names = ("dx", "dup", "ddown", "dgate")[: len(operands)]
     for got, want, name in zip(pull_back(dy), pull(dy), names, strict=True):
         testing.assert_close(got, want, name=name)
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_frozen_weights_have_no_gradients_and_cost_none(activation, gated, make_tensor):
+    """The gradient of x alone is the same, bit for bit, without the products that give gradients of weights."""
+    x, *weights = operands_of(make_tensor, (2, 5, 4), 6, gated)
+    x.requires_grad_()
+    trained = [weight.clone().requires_grad_() for weight in weights]
+    ys = [tiled(activation, 3)(x, *given) for given in (trained, weights)]
+    grads = [torch.autograd.grad(y, x, torch.ones_like(y))[0] for y in ys]
+    assert torch.equal(*grads)
+    up, down, *gate = weights
+    operands, params = (x, gate[0] if gated else None, up, down, x), {"activation": activation, "chunk": 3}
+    every, alone = (primitive.cost(*operands, **params) for primitive in (mlp_tiled_p.bwd, mlp_tiled_x_bwd_p))
+    assert every.flops - alone.flops == 2 * len(weights) * x.numel() * 6
+    assert alone.flops == 2 * (2 * len(weights) - 1) * x.numel() * 6
+    with Storages() as mode:
+        dx = mlp_tiled_x_bwd_p.impl(*(None if operand is None else operand.detach() for operand in operands), **params)
+    assert mode.peak <= alone.workspace + dx.nbytes
+    assert alone.workspace <= every.workspace
 
 
 def test_transposed_operands(make_tensor):

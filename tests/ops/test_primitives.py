@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpar import ops
-from mpar.ops import _constrain, _cross_entropy, _linear_cross_entropy, _widen
+from mpar.ops import _constrain, _cross_entropy, _linear_cross_entropy, _linear_divergence, _widen
 from mpar.ops.experts import _rows
 from mpar.ops.primitive import PRIMITIVES, primitive_of
 
@@ -53,6 +53,19 @@ def _moved_rows(x) -> list[Tensor]:
     ]
 
 
+def _divergences(x) -> list[Tensor]:
+    hidden, head, y, other = x(2, 3, 4), x(4, 7), x(2, 3, 5).detach(), x(5, 7).detach()
+    params = {"beta": 0.3, "temperature": 0.9, "vocab_size": 6, "start": 0, "chunk": 4}
+    operands = (hidden.detach(), head.detach(), y, other)
+    lse = torch.zeros(2, 3, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    return [
+        ops.linear_divergence(hidden, head, y, other, beta=0.3, chunk=4)[0],
+        ops.linear_divergence(hidden, head.detach(), y, other, beta=1.0, chunk=4)[0],
+        *_linear_divergence.linear_divergence_stats_p.bind(*operands, **params),
+        *_linear_divergence.linear_divergence_terms_p.bind(*operands, lse, lse, **params),
+    ]
+
+
 def _calls(x):
     """A call of every op, on operands made by `x(*shape)`; together they reach every primitive."""
     half, table = torch.rand(1, 3, 2), x(5, 4)
@@ -89,6 +102,7 @@ def _calls(x):
         ops.geglu(x(2, 3), x(3, 2).T),
         ops.mlp_tiled(x(2, 3, 4), x(4, 6), x(4, 6), x(6, 4), activation="gelu", chunk=4),
         ops.mlp_tiled(x(3, 4), None, x(4, 6), x(6, 4), chunk=4),
+        ops.mlp_tiled(x(3, 4), *(x(*shape).detach() for shape in ((4, 6), (4, 6), (6, 4))), chunk=4),
         _widen.widen_p.bind(x(2, 3), dtype=torch.float64),
         ops.cross_entropy(x(2, 3, 7), LABELS)[0],
         *_cross_entropy.cross_entropy_stats_p.bind(x(2, 3, 7).detach(), LABELS, **params),
@@ -101,6 +115,7 @@ def _calls(x):
         *_linear_cross_entropy.linear_cross_entropy_x_grad_p.bind(
             hidden.detach(), head.detach(), LABELS, torch.ones(2, 3), **params, chunk=4
         ),
+        *_divergences(x),
         ops.random_uniform((1, 2), (3, 5)),
         ops.random_normal((1, 2), (3, 5), starts=(1, 3)),
         ops.dropout(x(2, 3), 0.5, ops.fold_key(0)),

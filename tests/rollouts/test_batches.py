@@ -97,6 +97,22 @@ def test_ranks_share_the_work_and_have_the_same_batches(tmp_path):
     assert read_rollouts(tmp_path / "two" / "000000.jsonl") == read_rollouts(tmp_path / "one" / "000000.jsonl")
 
 
+def test_draws_are_those_of_the_seed(tmp_path):
+    """The same seed asks the same, with the same seeds of draws, others in each drawing; another seed has others."""
+    asked = {}
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        made, sampler = started(tmp_path / name, seed=seed)
+        draw, asked[name] = sampler.draw, []
+        sampler.draw = lambda asks, draw=draw, seen=asked[name]: [seen.extend(asks), draw(asks)][1]
+        made.begin(0, params(1.0))
+        made.begin(4, params(1.0))
+    assert asked["a"] == asked["b"]
+    seeds = {name: [ask.seed for ask in asks] for name, asks in asked.items()}
+    assert not set(seeds["a"]) & set(seeds["c"])
+    assert len(set(seeds["a"])) == 8  # four groups in each of two drawings; the answers of a group differ by their number
+    assert {(ask.seed, ask.choice) for ask in asked["a"]} == {(seed, choice) for seed in seeds["a"] for choice in range(3)}
+
+
 def test_groups_that_teach_nothing_are_drawn_again_for_other_prompts(tmp_path):
     """Where all answers of a group are worth the same, other prompts take its place, up to the number of attempts."""
     picky = Reward("picky", 1.0, lambda rollouts: [float(one.answer_ids[0] == 5) for one in rollouts])
@@ -167,5 +183,3 @@ def test_sizes_that_do_not_fit_are_all_named():
         plan(group_size=1, max_tokens=23)
     with pytest.raises(ConfigError, match=r"12 answers are drawn at a time .*no full groups of group_size=5"):
         plan(group_size=5)
-    with pytest.raises(ConfigError, match="cannot hold prompts back"):
-        batches(plan()).split(0.1)

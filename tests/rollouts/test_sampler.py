@@ -46,6 +46,21 @@ def test_log_probabilities_are_those_of_a_forward_of_the_training(kind):
         assert len({answer.tokens for answer in drawn}) > 6
 
 
+def test_greedy_answers_are_the_likeliest_tokens():
+    """Whatever the seed, each token is the likeliest one in a forward of everything before it, with its log-probability."""
+    model, sampler, _ = make("qwen3")
+    params = model.init(0)
+    sampler.load(dict(tree.leaves_with_path(params)))
+    asks = [Ask(prompt, seed, 0, greedy=True) for prompt in PROMPTS for seed in (1, 2)]
+    drawn = sampler.draw(asks)
+    for ask, answer in zip(asks, drawn, strict=True):
+        ids = torch.tensor([*ask.prompt, *answer.tokens])
+        logits = model.apply(params, ids[None, :-1])[0][len(ask.prompt) - 1 :, : model.vocab_size]
+        assert logits.argmax(-1).tolist() == list(answer.tokens)
+        assert (logps_of(model, params, ask, answer.tokens) - torch.tensor(answer.logps)).abs().max() < 1e-4
+    assert [answer.tokens for answer in drawn[::2]] == [answer.tokens for answer in drawn[1::2]]
+
+
 def test_parameters_are_not_copied():
     """The tensors that training updates are those that the sampler reads."""
     model, sampler, runner = make("qwen3")

@@ -7,7 +7,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mpar
 from mpar import ops
 from mpar.errors import ShardingError
-from mpar.ops import PRIMITIVES, Cost, Primitive, _constrain, _cross_entropy, _linear_cross_entropy, primitive_of
+from mpar.ops import (
+    PRIMITIVES,
+    Cost,
+    Primitive,
+    _constrain,
+    _cross_entropy,
+    _linear_cross_entropy,
+    _linear_divergence,
+    primitive_of,
+)
 from mpar.ops.experts import _rows
 
 PARAMS = {"ignore_index": -100, "vocab_size": 8, "start": 0, "label_smoothing": 0.1}
@@ -87,6 +96,19 @@ def losses():
         _linear_cross_entropy.linear_cross_entropy_grad_p.bind(*chunked, weights, **PARAMS, chunk=4),
         ops.linear_cross_entropy(hidden, head.detach(), labels),
         _linear_cross_entropy.linear_cross_entropy_x_grad_p.bind(*chunked, weights, **PARAMS, chunk=4),
+        *divergences(hidden, head, draw(4, 4, 12).detach(), draw(12, 8).detach()),
+    ]
+
+
+def divergences(hidden, head, y, other):
+    params = {"beta": 0.3, "temperature": 0.9, "vocab_size": 7, "start": 0, "chunk": 4}
+    operands, lse = (hidden.detach(), head.detach(), y, other), draw(2, 4, 4).abs().detach() + 4
+    return [
+        ops.linear_divergence(hidden, head, y, other, beta=0.3, vocab_size=7, chunk=4),
+        ops.linear_divergence(hidden, head, y, other, beta=0.0, temperature=2.0, chunk=4),
+        ops.linear_divergence(hidden, head.detach(), y, other, beta=1.0, chunk=4),
+        _linear_divergence.linear_divergence_stats_p.bind(*operands, **params),
+        _linear_divergence.linear_divergence_terms_p.bind(*operands, *lse, **params),
     ]
 
 
@@ -123,6 +145,7 @@ def calls():
         ops.geglu(x, draw(4, 4, 8, seed=1)),
         ops.mlp_tiled(x, draw(8, 4), draw(8, 4, seed=1), draw(4, 8), activation="gelu", chunk=4),
         ops.mlp_tiled(x, None, draw(8, 4), draw(4, 8), chunk=4),
+        ops.mlp_tiled(x, *(draw(*shape).detach() for shape in ((8, 4), (8, 4), (4, 8))), chunk=4),
         ops.widen(draw(4, 8).float(), torch.float64),
         *losses(),
         ops.random_uniform(key, (4, 8)),

@@ -84,7 +84,7 @@ def test_several_sets(tmp_path):
     with Watch(tmp_path / "place") as watch:
 
         def losses(**batches):
-            return Evaluation(forwards, forwards.bind(), batches, None).losses(state, 0, torch.device("cpu"), watch)
+            return Evaluation(forwards, forwards.bind(), batches, None).losses(state, 0, 0, torch.device("cpu"), watch)
 
         found = losses(short=data.evaluation["short"], long=data.evaluation["long"])
         assert found.of_set == {name: losses(**{name: data.evaluation[name]}).mean for name in ("short", "long")}
@@ -103,7 +103,7 @@ def test_the_state_stays_as_it_is(tmp_path):
     batches = load_data(setup).evaluation
     with Watch(tmp_path / "place") as watch:
         evaluation = Evaluation(forwards, forwards.bind(), batches, config.evaluation.every, 2)
-        losses = [evaluation.losses(state, 0, torch.device("cpu"), watch).mean for _ in range(2)]
+        losses = [evaluation.losses(state, 0, 0, torch.device("cpu"), watch).mean for _ in range(2)]
     assert losses[0] == losses[1] > 0
     assert state.leaves.keys() == before.keys()
     assert all(leaf.data_ptr() == before[path][0] for path, leaf in state.leaves.items())

@@ -3,6 +3,7 @@
 import functools
 import json
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from mpar.models import from_hf, stored_leaves, write_hf
 from mpar.program import Program
 from mpar.rollouts import list_rollouts, read_rollouts
 from mpar.train import (
+    HeldOutEvaluation,
     Progress,
     Rank,
     RolloutPrograms,
@@ -136,8 +138,9 @@ def trained(run_dir: Path, steps: int, *overrides: str, init: Path | None = None
     with Watch(run_dir / "place") as watch:
         run = program.bind(counter=watch, progress=watch)
         stop, saving = Stop(alone), Saving(config, resolved, program, 0, CPU, alone, watch, str)
-        draw_rollouts(setup, program, data, 0, lambda mine: [mine], CPU, rollout_programs(overrides))
-        rank = Rank(setup, program, data.training, 0, CPU, run, watch, saving, stop, alone, data.items)
+        held_out = draw_rollouts(setup, program, data, 0, lambda mine: [mine], CPU, rollout_programs(overrides))
+        evaluation = None if held_out is None else HeldOutEvaluation(held_out, config.evaluation.every)
+        rank = Rank(setup, program, data.training, 0, CPU, run, watch, saving, stop, alone, data.items, evaluation)
         state, progress = start(rank, checkpoint.latest(run_dir / "checkpoints"), init)
         run_steps(rank, state, progress, records.append)
     return records
@@ -212,10 +215,16 @@ def test_the_student_comes_nearer_to_a_teacher_of_another_size(arithmetic, share
             assert one.answer == rows[int(one.name.rpartition(":")[2]) - 1]["answer"]
 
 
-def test_the_teacher_draws_what_the_student_does_not(arithmetic):
-    """With seq_kd no answer is that of the data; an answer of the teacher is likely for the teacher."""
+def test_the_teacher_draws_what_the_student_does_not(arithmetic, monkeypatch):
+    """With seq_kd no answer is that of the data; an answer of the teacher is likely for the teacher, whose parameters are loaded
+    once, and those of the student for each drawing."""
+    from mpar.rollouts import EngineSampler
+
+    load, loaded = EngineSampler.load, []
+    monkeypatch.setattr(EngineSampler, "load", lambda self, params: [loaded.append(self), load(self, params)])
     write_teacher(arithmetic)
-    trained(arithmetic / "gkd", 1, *GKD, "task.lmbda=0", "task.seq_kd=true")
+    trained(arithmetic / "gkd", 3, *GKD, "task.lmbda=0", "task.seq_kd=true")
+    assert sorted(Counter(map(id, loaded)).values()) == [1, 3]
     rollouts = read_rollouts(list_rollouts(arithmetic / "gkd" / "rollouts")[0]).rollouts
     assert {one.writer for one in rollouts} == {"teacher"}
     teacher, params = from_hf(arithmetic / "teacher", dtype=torch.float32)
@@ -262,6 +271,53 @@ def test_it_is_held_to_the_model_of_the_beginning(arithmetic, policy):
     assert [record.task_means["gap"] < 1e-6 for record in records] == [True, False, False, True]
     divergences = [record.task_means["kl"] for record in records]
     assert divergences[0] < 1e-9 < divergences[1] < divergences[2]
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "gkd"])
+def test_held_out_prompts_are_rewarded_at_intervals(arithmetic, name):
+    """The mean reward of greedy answers is the share of held-out sums that the model in the checkpoint of that step gets right,
+    and training is, bit for bit, the one without them, on the prompts that are left."""
+    if name == "gkd":
+        write_teacher(arithmetic)
+    lines = (arithmetic / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    (arithmetic / "others.jsonl").write_text("\n".join(lines[:6]) + "\n", encoding="utf-8")
+    chosen = {"grpo": GRPO, "ppo": PPO, "gkd": (*GKD, "task.rewards=[exact]")}[name]
+    options = (*chosen, "optimizer.lr=2e-2", "optimizer.lr_decay=constant", "task.rollout_rounds=1")
+    wanted = ("evaluation.sources=[others.jsonl]", "evaluation.every=2")
+    records = trained(arithmetic / "run", 5, *options, *wanted)
+    assert [record.step for record in records if record.eval_task_means] == [2, 4, 5]
+    assert all(record.eval_loss is None and record.perplexity is None for record in records)
+    plain = trained(arithmetic / "plain", 5, *(item for item in options if name != "gkd" or item != "task.rewards=[exact]"))
+    assert [record.loss for record in plain] == [record.loss for record in records]
+    setup = make_setup(compose_config("train", TrainConfig, [*COMMON, *options, "steps=1", *wanted])[0])
+    params = load_params(setup.model, checkpoint.latest(arithmetic / "run" / "checkpoints"))
+    right = []
+    for line in lines[:6]:
+        row = json.loads(line)
+        ids, answer = [1 + "0123456789+=".index(sign) for sign in f"{row['question']}="], []
+        while len(answer) < 3 and answer[-1:] != [0]:
+            logits = setup.model.apply(params, torch.tensor([[*ids, *answer]]))[0, -1, :13]
+            answer.append(int(logits.argmax()))
+        right.append("".join("0123456789+="[token - 1] for token in answer if token) == row["answer"])
+    found = records[-1].numbers()
+    assert found["eval_reward"] == found["eval_reward/exact"] == pytest.approx(sum(right) / 6)
+    assert found["eval_answer_tokens"] > 0
+    assert [path.stem for path in list_rollouts(arithmetic / "run" / "rollouts" / "held_out")] == ["000002", "000004", "000005"]
+
+
+def test_a_reward_that_raises_in_an_evaluation_saves_the_step(arithmetic):
+    """The run stops with the name of the reward and a checkpoint of the step that was evaluated."""
+    (arithmetic / "picky_reward.py").write_text(
+        "def reward(rollouts):\n    if rollouts[0].columns['answer'] == '77':\n        raise KeyError('solution')\n"
+        "    return [float(len(one.answer)) for one in rollouts]\n",
+        encoding="utf-8",
+    )
+    (arithmetic / "others.jsonl").write_text('{"question": "3+3", "answer": "77"}\n', encoding="utf-8")
+    wanted = ("task.rewards=[picky_reward:reward]", "evaluation.sources=[others.jsonl]", "evaluation.every=2")
+    with pytest.raises(RewardError, match=r"KeyError: 'solution'[^\n]*\n.*held-out prompts"):
+        trained(arithmetic / "run", 4, *GRPO, *wanted)
+    newest = checkpoint.latest(arithmetic / "run" / "checkpoints")
+    assert Progress.from_extras(checkpoint.read_extras(newest), newest).step == 2
 
 
 def test_answers_that_are_gone_are_asked_for(arithmetic):

@@ -14,6 +14,8 @@ from mpar.models.layers import NormConfig, normalise
 
 __all__ = ["HeadSegment", "head_segment"]
 
+_TOKENS_AT_ONCE = 1024
+
 
 @dataclass(frozen=True)
 class HeadSegment:
@@ -58,6 +60,15 @@ class HeadSegment:
     def hidden(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         """(B, S, D) to what is multiplied with the output matrix, (B, S, D)."""
         return self._normed(params, x)
+
+    def factors(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+        """(B, S, D) to features (B, S, D) and the output matrix (D, V); None if logits have a soft cap."""
+        return None if self.soft_cap is not None else (self._normed(params, x), _matrix_DV(params))
+
+    @property
+    def tokens_at_once(self) -> int:
+        """`logits_chunk`, or 1,024."""
+        return self.logits_chunk or _TOKENS_AT_ONCE
 
     def last_logits(
         self, params: tuple, x: Tensor, context: Mapping[str, Tensor], *, training: bool
