@@ -6,6 +6,7 @@ and predicts a model does so for it. `merge` and `unmerge` add adapters to the w
 """
 
 from mpar.adapters._folder import AdapterReader, read_lora, read_peft, write_peft
+from mpar.adapters._leaves import ADAPTERS
 from mpar.adapters._lora import LoRA
 from mpar.adapters._low_rank import Factor, LowRank
 from mpar.adapters._merge import can_merge, merge, merged_leaf, unmerge
@@ -13,6 +14,7 @@ from mpar.adapters._model import AdaptedModel, add, base_params, first_params
 from mpar.adapters._targets import Adapted, adapted_matrices
 
 __all__ = [
+    "ADAPTERS",
     "Adapted",
     "AdaptedModel",
     "AdapterReader",

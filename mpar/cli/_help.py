@@ -36,7 +36,7 @@ def _key_lines(cls: type, values: PlainValue, prefix: str) -> list[str]:
     hints, lines = get_type_hints(cls), []
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
-        value = values.get(field.name, field.default) if isinstance(values, Mapping) else field.default
+        value = values[field.name] if isinstance(values, Mapping) and field.name in values else _default(field)
         if dataclasses.is_dataclass(hint):
             lines += _key_lines(hint, value, f"{prefix}{field.name}.")  # type: ignore[arg-type]
             continue
@@ -45,3 +45,10 @@ def _key_lines(cls: type, values: PlainValue, prefix: str) -> list[str]:
         kind = ", ".join(words for words in (describe(hint), bounds_of(field)) if words)
         lines.append(f"  {f'{prefix}{field.name}={shown}':48} {field.metadata.get('doc', '')} ({kind})")
     return lines
+
+
+def _default(field: "dataclasses.Field[object]") -> object:
+    """What a key is without a value: null for a group that has no default of its own, which is described key by key."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default

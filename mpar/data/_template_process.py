@@ -14,7 +14,7 @@ import signal
 import sys
 from typing import BinaryIO
 
-from mpar.data._template_render import Refused, Template, Unusable, first_line
+from mpar.data._template_render import Refused, Template, Unusable, check_calls_shown, first_line
 from mpar.data._template_spans import assistant_spans
 
 __all__ = ["MEMORY_BYTES", "TIME_S", "main"]
@@ -59,6 +59,7 @@ def _answer(template: Template, request: dict[str, object]) -> dict[str, object]
     kind = request.pop("kind")
     try:
         value = template.render(**request) if kind == "render" else assistant_spans(template, **request)  # type: ignore[arg-type]
+        check_calls_shown(request["messages"], value if isinstance(value, str) else value[0])  # type: ignore[arg-type]
     except Refused as error:
         return {"refused": str(error)}
     except (RecursionError, ValueError) as error:

@@ -12,7 +12,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-__all__ = ["Message", "Refused", "Template", "Unusable", "first_line", "make_environment"]
+__all__ = ["Message", "Refused", "Template", "Unusable", "check_calls_shown", "first_line", "make_environment"]
 
 Message = Mapping[str, object]
 
@@ -117,6 +117,23 @@ class Template:
         if depth:
             raise Unusable("cuts text inside {% generation %}: a marker is lost. Mark finished text only.")
         return "".join(text), spans
+
+
+def check_calls_shown(messages: Sequence[Message], text: str) -> None:
+    """Raise Refused if `text`, which a template made of `messages`, lacks the name of a function that one of them calls.
+
+    Templates that know nothing of tools leave calls out: the model would learn to answer nothing where it should call.
+    """
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function", call) if isinstance(call, Mapping) else None
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if isinstance(name, str) and name not in text and json.dumps(name)[1:-1] not in text:
+                raise Refused(
+                    f"does not show that message {i} of {len(messages)} calls the function {name!r}: its text lacks the name. "
+                    "Use a tokenizer whose template shows calls of tools, or write them into the contents of the messages."
+                )
 
 
 def first_line(error: Exception) -> str:

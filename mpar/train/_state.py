@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mpar import checkpoint, tree
+from mpar.adapters import ADAPTERS, AdaptedModel, merged_leaf
 from mpar.checkpoint import Json
 from mpar.data import Batches, stream_report
 from mpar.errors import CheckpointError
@@ -19,10 +21,12 @@ from mpar.program import Leaf, Program, State
 from mpar.quantised import QuantisedReader, is_quantised_folder
 from mpar.spec import local_shape
 from mpar.tasks import BESIDE_MODEL
+from mpar.train._adapters import adapted_part
+from mpar.train._changes import model_then
 from mpar.train._config import PlainConfig, ResumeConfig
 from mpar.train._data_items import unlike_data
 from mpar.train._health import Health, Seen
-from mpar.train._quantised import quantised_part
+from mpar.train._quantised import dequantised, quantised_part
 
 __all__ = [
     "PARAMS",
@@ -149,8 +153,8 @@ def fresh_state(
 ) -> State:
     """This rank's shards before the first step; the optimizer's state is zero. Parameters are drawn from `seed`; those of the
     model that others are made of, without adapters, are read from `source` if it is given, a Hugging Face folder or a checkpoint.
-    A checkpoint may also have those of adapters and of the task. A reference model begins as the model does, a
-    teacher as the Hugging Face folder `teacher` says.
+    A checkpoint may also have those of adapters and of the task; adapters that the model lacks are added to the weights. A
+    reference model begins as the model does, a teacher as the Hugging Face folder `teacher` says.
     """
     leaves: dict[str, Tensor] = {}
     saved = Path(source) if source is not None and is_checkpoint(Path(source)) else None
@@ -193,9 +197,12 @@ def _source(model: Trainable, seed: int, source: str | None, *, check: bool) -> 
         yield lambda path, slices: plain.init_leaf(seed, path, slices)
     elif is_checkpoint(Path(source)):
         with checkpoint.Reader(source) as saved:
-            if check:
+            left_out = _left_out(model, saved.tensors)
+            then = _adapted_then(model, saved.path) if left_out else None
+            if then is None and (check or left_out):
                 _check_params(plain, saved)
-            yield lambda path, slices: _part(saved.read(PARAMS + path), slices)
+            read = _whole_leaves(then, saved)
+            yield lambda path, slices: _part(read(path), slices)
     elif made is not None and is_quantised_folder(source):
         with QuantisedReader(made, source) as parts:
             yield parts
@@ -204,13 +211,50 @@ def _source(model: Trainable, seed: int, source: str | None, *, check: bool) -> 
             yield folder.read_leaf
 
 
+def _whole_leaves(then: Trainable | None, saved: checkpoint.Reader) -> Callable[[str], Tensor]:
+    """What gives the leaves of a checkpoint, or if it is of the model `then`, those of the model without adapters, to which
+    these are added."""
+
+    def read(path: str) -> Tensor:
+        return saved.read(PARAMS + path)
+
+    adapted = None if then is None else adapted_part(then)
+    if then is None or adapted is None:
+        return read
+    return partial(merged_leaf, adapted, read=dequantised(then, read))
+
+
+def _left_out(model: Trainable, names: Iterable[str]) -> set[str]:
+    """The parameters of adapters among the `names` of a checkpoint that `model` has not."""
+    known = {PARAMS + name for name in tree.paths(model.abstract_params)}
+    return {name for name in names if name.startswith(f"{PARAMS}{ADAPTERS}.")} - known
+
+
+def _adapted_then(model: Trainable, path: Path) -> Trainable | None:
+    """The model with adapters that the checkpoint at `path` is of, if `model` can begin from their sum: it has the parameters
+    without adapters, none of them quantised. None if it has others."""
+    extras = checkpoint.read_extras(path)
+    config = extras.get("config")
+    then = model_then(config, Progress.from_extras(extras, path).hf_config) if isinstance(config, Mapping) else None
+    now = model.parts[""]
+    if then is None or isinstance(now, AdaptedModel) or quantised_part(now) is not None:
+        return None
+    return then if _shapes(then.plain) == _shapes(model.plain) else None
+
+
+def _shapes(model: Trainable) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(leaf.shape) for name, leaf in tree.leaves_with_path(model.abstract_params)}
+
+
 def _part(x: Tensor, slices: Sequence[slice] | None) -> Tensor:
     return x if slices is None else x[tuple(slices)]
 
 
 def has_params(model: Trainable, path: Path) -> bool:
-    """Whether the checkpoint at `path` has parameters under all names of the model, those of its adapters as well."""
-    return {PARAMS + name for name in tree.paths(model.abstract_params)} <= set(checkpoint.names(path))
+    """Whether the checkpoint at `path` has parameters under all names of the model, those of its adapters as well, and no
+    adapters besides."""
+    names = set(checkpoint.names(path))
+    return {PARAMS + name for name in tree.paths(model.abstract_params)} <= names and not _left_out(model, names)
 
 
 def _exportable(model: Trainable, folder: str) -> Model:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpar import adapters, checkpoint, models
+from mpar import adapters, checkpoint, models, tree
 from mpar.cli import main as command_line
 from mpar.train import read_metrics
 from tests.cli.conftest import SMALL, run_mpar
@@ -75,3 +75,24 @@ def test_folders_are_read(runs, capsys):
         assert (runs / "again" / name).read_bytes() == (runs / "lora" / "adapter" / name).read_bytes()
     assert command_line.main(["export", f"run_dir={runs / 'base'}", "format=peft", f"out={runs / 'none'}"]) != 0
     assert "the run trained all weights" in capsys.readouterr().err
+
+
+@pytest.mark.gloo
+def test_another_run_begins_from_the_sum(runs):
+    """A run without adapters that begins from a run of one has its weights with the adapter added, and so has its reference."""
+    asked = ["train", *SMALL, "task=dpo", "data=preferences", "data.seq_len=96", "data.truncation=right", "steps=1"]
+    done = run_mpar([*asked, "optimizer.lr=0", "mesh=one", "strategy=ddp", "init_from=lora", "run_dir=sum"], runs)
+    assert done.returncode == 0, done.stderr
+    begun = tensors(runs / "sum" / "checkpoints" / "step_00000001")
+    _, exported = models.from_hf(runs / "lora" / "hf")
+    for path, x in tree.leaves_with_path(exported):
+        for found in (begun[f"params.{path}"], begun[f"params.reference.{path}"]):
+            torch.testing.assert_close(found[: len(x)], x, rtol=0, atol=0)
+
+
+@pytest.mark.gloo
+def test_a_run_of_other_adapters_does_not_begin_from_some(runs, capsys):
+    """Adapters of a checkpoint are either all there in the new run, or added to the weights: a part of them is refused."""
+    fewer = ["adapter.targets=[q_proj]", f"init_from={runs / 'lora'}", f"run_dir={runs / 'fewer'}", "steps=1"]
+    assert command_line.main([*LORA, *fewer]) != 0
+    assert "unexpected: params.adapters.default.layers.0.mlp" in capsys.readouterr().err

@@ -125,6 +125,7 @@ def test_help_names_every_key():
     text = describe_config("train", TrainConfig, [])
     leaves = [key for key in known_keys(TrainConfig) if not any(other.startswith(f"{key}.") for other in known_keys(TrainConfig))]
     assert not [key for key in leaves if f"  {key}=" not in text]
+    assert "  model.options={} " in text and "<dataclasses" not in text
     assert "peak learning rate (a number, at least 0)" in text
     assert "such as pp2_fsdp2_tp2; or one" in " ".join(text.split())
     assert all(f" {name}" in text for name in PRESETS)

@@ -159,6 +159,14 @@ def test_calls_of_tools(merged_backend, write_rows, call):
     assert tokenizer.decode(tokens(batches)[0]) == "user:2?;assistant:[add 1];tool:2;assistant:2;"
 
 
+def test_calls_that_a_template_leaves_out_are_malformed(byte_tokenizer, write_rows):
+    """A template without tools would show an empty answer where a function was called."""
+    called = {"role": "assistant", "content": "", "tool_calls": CALLS}
+    rows = [{"messages": [{"role": "user", "content": "2?"}, turn]} for turn in (called, {"role": "assistant", "content": "2"})]
+    batches = load_dataset(config(write_rows(*rows)), byte_tokenizer)
+    assert batches.report.num_malformed == 1 and "calls the function 'add'" in batches.report.malformed[0].reason
+
+
 def test_media_are_counted_and_not_trained_on(byte_tokenizer, write_rows):
     """Rows with images, sound or video, in a column or in a message, are left out; an empty column is no image."""
     image = {"type": "image_url", "image_url": {"url": "x"}}
