@@ -5,6 +5,8 @@ and predicts a model does so for it. `merge` and `unmerge` add adapters to the w
 `read_peft` exchange folders with PEFT.
 """
 
+from mpar.adapters._bank import AdapterBank, bank_of
+from mpar.adapters._bank_folders import BankReader
 from mpar.adapters._folder import AdapterReader, read_lora, read_peft, write_peft
 from mpar.adapters._lora import LoRA
 from mpar.adapters._low_rank import Factor, LowRank
@@ -15,12 +17,15 @@ from mpar.adapters._targets import Adapted, adapted_matrices
 __all__ = [
     "Adapted",
     "AdaptedModel",
+    "AdapterBank",
     "AdapterReader",
+    "BankReader",
     "Factor",
     "LoRA",
     "LowRank",
     "adapted_matrices",
     "add",
+    "bank_of",
     "base_params",
     "can_merge",
     "first_params",
