@@ -7,7 +7,7 @@ __all__ = ["LORAS", "bank_params", "merged_params"]
 
 LORAS = {
     "all": LoRA(rank=4, alpha=6, init="random"),
-    "few": LoRA(rank=3, alpha=5, rslora=True, init="random", targets=r".*\.(0|1)\..*(q|k|v|qkv|kv_b|o|down|gate)\w*_proj|lm_head"),
+    "few": LoRA(rank=3, alpha=5, rslora=True, init="random", targets=r".*\.[01]\..*(q|kv?|v|kv_b|o|down|gate)\w*_proj|lm_head"),
     "head": LoRA(rank=2, init="random", targets=("embed_tokens", "lm_head")),
 }
 """Adapters of unlike ranks, scales and targets; B is not zero, so each changes what the model answers."""
