@@ -5,6 +5,8 @@ and predicts a model does so for it. `merge` and `unmerge` add adapters to the w
 `read_peft` exchange folders with PEFT.
 """
 
+from mpar.adapters._bank import AdapterBank, bank_of
+from mpar.adapters._bank_folders import BankReader
 from mpar.adapters._folder import AdapterReader, read_lora, read_peft, write_peft
 from mpar.adapters._leaves import ADAPTERS
 from mpar.adapters._lora import LoRA
@@ -17,12 +19,15 @@ __all__ = [
     "ADAPTERS",
     "Adapted",
     "AdaptedModel",
+    "AdapterBank",
     "AdapterReader",
+    "BankReader",
     "Factor",
     "LoRA",
     "LowRank",
     "adapted_matrices",
     "add",
+    "bank_of",
     "base_params",
     "can_merge",
     "first_params",

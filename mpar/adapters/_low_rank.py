@@ -45,6 +45,8 @@ class LowRank(StandIn):
     a, b:    the factors; both have the letter RANK.
     gain:    a factor for each output, None for 1.
     drop:    dropout of what A is multiplied with; None without.
+    gate:    by what the product with A is multiplied in the place of `scale`: for each token of a batch (B, S, R) or, for
+             experts, each of their rows (N, R), with 0 for the ranks that belong to adapters of other tokens. None: without.
     """
 
     base: Any
@@ -54,6 +56,7 @@ class LowRank(StandIn):
     scale: float
     gain: Factor | None = None
     drop: Drop | None = None
+    gate: Tensor | None = None
 
     @property
     def like(self) -> Tensor:  # type: ignore[override]
@@ -61,7 +64,12 @@ class LowRank(StandIn):
         return torch.empty(self.base.shape, dtype=self.base.dtype, device="meta")
 
     def tensor(self) -> Tensor:
-        """The sum, computed. Raises ConfigError if there is dropout, which only a product with x has."""
+        """The sum, computed. Raises ConfigError if there is dropout or a gate, which only a product with x has."""
+        if self.gate is not None:
+            raise ConfigError(
+                f"cannot choose the adapter of a weight {tuple(self.shape)} for each row: the weight is used by another op than "
+                "a product of tokens.\nMerge the adapter, or exclude these weights (mlp_chunk and logits_chunk make such ops)."
+            )
         if self.drop is not None:
             raise ConfigError(
                 f"cannot drop what an adapter of a weight {tuple(self.shape)} reads: the weight is used by another op than a "
@@ -70,6 +78,10 @@ class LowRank(StandIn):
         low = ops.einsum(f"{self.a.letters},{self.b.letters}->{self.letters}", self.a.value, self.b.value)
         summed = self.base + (low * self.scale).to(self.base.dtype)
         return summed if self.gain is None else summed * self._spread(self.gain, self.letters).to(summed.dtype)
+
+    def of_rows(self, rows: Callable[[Tensor], Tensor]) -> "LowRank":
+        """See `StandIn`: the gate is that of the rows."""
+        return replace(self, base=ops.of_rows(self.base, rows), gate=None if self.gate is None else rows(self.gate))
 
     def primitive(self, primitive: ops.Primitive, operands: tuple, params: Mapping[str, object]) -> object:
         """Products with x; NotImplemented for what is no product."""
@@ -111,14 +123,15 @@ class LowRank(StandIn):
         a, b = ("".join(renamed[c] for c in factor.letters) for factor in (self.a, self.b))
         gain = "" if self.gain is None else "".join(renamed[c] for c in self.gain.letters)
         first = _first(of_x, output, a, b)
-        if first is None or not set(gain) <= set(output):
+        if first is None or not set(gain) <= set(output) or not self._has_tokens(x):
             return NotImplemented
         (one, one_letters), (two, two_letters) = ((self.a, a), (self.b, b))[:: 1 if first == "a" else -1]
         dropped = self.drop(x) if self.drop is not None and first == "a" else x
         kept = "".join(c for c in dict.fromkeys(of_x + one_letters) if c in two_letters or c in output)
         pair = f"{of_x},{of_weight}->{output}"
         # in this order what is added, forward and backward, finds a sum of the base that is pending, and joins it
-        middle = ops.einsum(f"{of_x},{one_letters}->{kept}", dropped, one.value.to(x.dtype)) * self.scale
+        read = ops.einsum(f"{of_x},{one_letters}->{kept}", dropped, one.value.to(x.dtype))
+        middle = self._scaled(read, x, f"{of_x[:2]}{renamed[RANK]}", kept)
         plain = ops.einsum(pair, x, self.base)
         if self.gain is None or dropped is x:
             y = plain + ops.einsum(f"{kept},{two_letters}->{output}", middle, two.value.to(x.dtype))
@@ -128,15 +141,26 @@ class LowRank(StandIn):
         y = plain + ops.einsum(pair, dropped, self.base) * (factor - 1)
         return y + ops.einsum(f"{kept},{two_letters}->{output}", middle, second.to(x.dtype))
 
+    def _has_tokens(self, x: Tensor) -> bool:
+        """Whether the gate, if there is one, is about the first dims of x."""
+        return self.gate is None or self.gate.shape[:-1] == x.shape[: self.gate.ndim - 1]
+
+    def _scaled(self, read: Tensor, x: Tensor, of_gate: str, letters: str) -> Tensor:
+        """What A gives for x, whose dims are `letters`, times the scale or the gate, whose dims are `of_gate`."""
+        if self.gate is None:
+            return read * self.scale
+        return read * self._spread(Factor(self.gate.to(x.dtype), of_gate), letters)
+
     def _grouped(self, x: Tensor, offsets: Tensor) -> Any:
         expert, given, result = tuple(self.letters)
         both = expert in self.a.letters and expert in self.b.letters
         if not both or self.gain is not None or self.drop is not None or given in set(self.a.letters) & set(self.b.letters):
             return NotImplemented
         one, two = (self.a, self.b) if given in self.a.letters else (self.b, self.a)
-        if result not in two.letters:
+        if result not in two.letters or not self._has_tokens(x):
             return NotImplemented
-        middle = ops.grouped_matmul(x, one.ordered(expert + given + RANK).to(x.dtype), offsets) * self.scale
+        read = ops.grouped_matmul(x, one.ordered(expert + given + RANK).to(x.dtype), offsets)
+        middle = self._scaled(read, x, f"a{RANK}", f"a{RANK}")
         plain = ops.grouped_matmul(x, self.base, offsets)
         return plain + ops.grouped_matmul(middle, two.ordered(expert + RANK + result).to(x.dtype), offsets)
 
@@ -145,7 +169,10 @@ class LowRank(StandIn):
         one, two = (self.a, self.b) if row in self.a.letters else (self.b, self.a)
         if cut or self.gain is not None or column not in two.letters or row in two.letters or column in one.letters:
             return NotImplemented
-        middle = ops.embedding(ids, one.ordered(row + RANK)) * self.scale
+        if not self._has_tokens(ids):
+            return NotImplemented
+        read = ops.embedding(ids, one.ordered(row + RANK))
+        middle = self._scaled(read, read, f"ab{RANK}", f"ab{RANK}")
         plain = ops.embedding(ids, self.base)
         return plain + self._matmul(middle, two.ordered(RANK + column)).to(plain.dtype)
 
@@ -235,7 +262,10 @@ class LowRank(StandIn):
     def _cast(self, dtype: Any) -> Any:
         if not isinstance(dtype, torch.dtype):
             return NotImplemented
-        return self if dtype == self.dtype else NotImplemented
+        if dtype == self.dtype or self.gate is None:
+            return self if dtype == self.dtype else NotImplemented
+        a, b = (Factor(factor.value.to(dtype), factor.letters) for factor in (self.a, self.b))
+        return replace(self, base=self.base.to(dtype), a=a, b=b)
 
 
 _VIEWS: dict[str, Callable[..., Any]] = {

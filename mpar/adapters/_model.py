@@ -121,7 +121,7 @@ class AdaptedModel(WrappedModel):
         """The segments with adapted weights."""
         return tuple(self._segment(segment) for segment in self.base.over(segments))
 
-    def plain_params(self, params: Tree) -> Tree:
+    def plain_params(self, params: Tree, choice: int = 0) -> Tree:
         """The parameters of `plain`, in which objects stand for adapted weights. Raises ConfigError as `check_untied`."""
         self.check_untied()
         made, loras = base_params(self, params), dict(self.adapters)
@@ -131,7 +131,7 @@ class AdaptedModel(WrappedModel):
                     weight = tree.get(made, leaf.path)
                     low = low_rank(weight, name, adapted, leaf, lambda path: tree.get(params, path), dora=loras[name].dora)
                     made = tree.replace(made, leaf.path, low)
-        return self.base.plain_params(made)
+        return self.base.plain_params(made, choice)
 
     def _segment(self, segment: Segment) -> Segment:
         paths = list(segment.paths)
@@ -167,7 +167,12 @@ class AdaptedModel(WrappedModel):
             rate = lora.dropout if adapted.matrix.kind != "embedding" else 0.0
             magnitude = (index, f"{inside}magnitude") if lora.dora else None
             label = f"{name}.{first[1].removesuffix('.a')}"  # the leaves of one matrix drop the same
-            yield Use(weight, first, (index, f"{inside}b"), magnitude, letters, adapted.scale, rate, label)
+            gate = self.gate_of(adapted.matrix)
+            yield Use(weight, first, (index, f"{inside}b"), magnitude, letters, adapted.scale, rate, label, gate)
+
+    def gate_of(self, matrix: Matrix) -> str | None:
+        """The key of the context with the gate of a matrix's adapter; None: all tokens have the adapter."""
+        return None
 
     @property
     def drops(self) -> bool:

@@ -27,7 +27,7 @@ class Use:
     """An adapter of one leaf of a segment.
 
     letters: of the dims of the weight, of A, of B, and of the magnitude, which is there only with DoRA. rate: of dropout, `label`
-    tells several of a segment apart.
+    tells several of a segment apart. gate: the key of the context with what is multiplied in the place of `scale`, None without.
     """
 
     weight: Place
@@ -38,16 +38,20 @@ class Use:
     scale: float
     rate: float
     label: str
+    gate: str | None = None
 
-    def stand_in(self, weight: Tensor | StandIn, params: tuple, context: Mapping[str, Tensor] | None) -> LowRank:
-        """What stands for the weight; `context` is None where nothing is dropped."""
+    def stand_in(
+        self, weight: Tensor | StandIn, params: tuple, context: Mapping[str, Tensor] | None, drawn: Mapping[str, Tensor] | None
+    ) -> LowRank:
+        """What stands for the weight. `context` has the gates, `drawn` what dropout reads; None where nothing is dropped."""
         of_weight, of_a, of_b, of_gain = self.letters
         dropped: Drop | None = None
-        if self.rate and context is not None:
-            dropped = partial(drop, rate=self.rate, context=context, label=self.label)
+        if self.rate and drawn is not None:
+            dropped = partial(drop, rate=self.rate, context=drawn, label=self.label)
         low = LowRank(weight, of_weight, Factor(_at(params, self.a), of_a), Factor(_at(params, self.b), of_b), self.scale)
         if self.magnitude is None:
-            return LowRank(weight, of_weight, low.a, low.b, self.scale, drop=dropped)
+            gate = None if self.gate is None or context is None else context[self.gate]
+            return LowRank(weight, of_weight, low.a, low.b, self.scale, drop=dropped, gate=gate)
         magnitude = _at(params, self.magnitude)
         gain = Factor(magnitude / norm(low, of_gain).to(magnitude.dtype), of_gain)
         return LowRank(weight, of_weight, low.a, low.b, self.scale, gain, dropped)
@@ -67,7 +71,8 @@ class AdaptedSegment:
 
     def __call__(self, params: tuple, x: Any, context: Mapping[str, Tensor], *others: Any, training: bool) -> Any:
         """`fn` with adapted weights."""
-        return self.fn(self.adapted(params, context if training else None), x, context, *others, training=training)
+        adapted = self.adapted(params, context, context if training else None)
+        return self.fn(adapted, x, context, *others, training=training)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "fn":
@@ -77,15 +82,17 @@ class AdaptedSegment:
 
     def _method(self, method: Callable[..., Any], params: tuple, *args: Any, **kwargs: Any) -> Any:
         drawn = next((x for x in args if isinstance(x, Mapping) and DRAW in x), None)  # a context of training, where tokens drop
-        return method(self.adapted(params, drawn), *args, **kwargs)
+        return method(self.adapted(params, drawn, drawn), *args, **kwargs)
 
-    def adapted(self, params: tuple, context: Mapping[str, Tensor] | None) -> tuple:
-        """The parameters of `fn`, in which objects stand for the adapted weights; `context` is that of dropout."""
+    def adapted(
+        self, params: tuple, context: Mapping[str, Tensor] | None, drawn: Mapping[str, Tensor] | None
+    ) -> tuple:
+        """The parameters of `fn`, in which objects stand for the adapted weights; see `Use.stand_in`."""
         found = list(params[: self.count])
         for use in self.uses:
             index, path = use.weight
             weight = tree.get(found[index], path)
-            found[index] = tree.replace(found[index], path, use.stand_in(weight, params, context))
+            found[index] = tree.replace(found[index], path, use.stand_in(weight, params, context, drawn))
         return tuple(found)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mpar.infer import Assistant  # which loads torch
     from mpar.models import Model
 
-__all__ = ["AnswerKeys", "answer_problems", "answering", "load"]
+__all__ = ["AnswerKeys", "ChoiceKeys", "answer_problems", "answering", "load"]
 
 _LOOK_S = 0.05
 _END_S = 5.0  # for ranks that were dismissed
@@ -55,9 +55,19 @@ class AnswerKeys:
     strategy: StrategyConfig
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChoiceKeys(AnswerKeys):
+    """Those of commands of whose answers each may have an adapter of its own."""
+
+    adapters: dict[str, str] = key("folders of PEFT by name; each answer has one of these adapters or none", default_factory=dict)  # noqa: RUF009 (a field)
+
+
 def answer_problems(config: AnswerKeys) -> list[str]:
     """What is wrong with these keys."""
-    return [] if config.dtype in _DTYPES else [f"dtype={config.dtype}: choose float32, bfloat16 or float16"]
+    problems = [] if config.dtype in _DTYPES else [f"dtype={config.dtype}: choose float32, bfloat16 or float16"]
+    if isinstance(config, ChoiceKeys) and config.adapters and config.adapter.path is not None:
+        problems.append("both adapter, for all answers, and adapters, for each: give the former as one of the latter")
+    return problems
 
 
 @contextlib.contextmanager
@@ -146,6 +156,7 @@ def load(config: AnswerKeys, folder: Path) -> tuple["Model", "Assistant"]:
         rows=config.rows,
         dtype=dtype,
         adapter=config.adapter.path,
+        choices=config.adapters if isinstance(config, ChoiceKeys) else {},
         mesh=mesh,
         strategy=strategy,
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mpar.cli._answering import AnswerKeys, load
+from mpar.cli._answering import AnswerKeys, ChoiceKeys, load
 from mpar.cli._bind import bind
 from mpar.cli._failures import write_failure
 from mpar.cli._signals import ignore_signals
@@ -27,7 +27,8 @@ _LOOPBACK = "lo"
 
 def write_request(job: Path, config: AnswerKeys, folder: Path) -> None:
     """Write into the private folder `job` which model the ranks load, and how."""
-    keys = {field.name: asdict(config)[field.name] for field in fields(AnswerKeys)}
+    given = asdict(config)
+    keys = {field.name: given[field.name] for field in fields(ChoiceKeys) if field.name in given}
     (job / _REQUEST).write_text(json.dumps([str(folder.absolute()), keys]), encoding="utf-8")
 
 
@@ -46,7 +47,7 @@ def main(args: list[str]) -> int:
     try:
         folder, keys = json.loads((job / _REQUEST).read_text(encoding="utf-8"))
         meet(job, rank, size)
-        _, assistant = load(bind(AnswerKeys, keys), Path(folder))
+        _, assistant = load(bind(ChoiceKeys, keys), Path(folder))
         follow(assistant.engine.runner)
         dist.destroy_process_group()
     except BaseException as error:

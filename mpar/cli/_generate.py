@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, cast
 
-from mpar.cli._answering import AnswerKeys, answer_problems, answering
+from mpar.cli._answering import ChoiceKeys, answer_problems, answering
 from mpar.cli._arguments import SWITCHES_HELP, read_arguments
 from mpar.cli._compose import compose_config
 from mpar.cli._later import later
@@ -18,7 +18,7 @@ from mpar.cli._model_folder import model_folder
 from mpar.cli._prompts import Prompt, read_prompts
 from mpar.cli._screen import AnswerProgress, say, say_aside
 from mpar.cli._switches import answer_switches
-from mpar.errors import ConfigError
+from mpar.errors import ConfigError, UnknownNameError, brief
 from mpar.files import MAX_JSON_BYTES, Unreadable, read_json
 from mpar.train import key
 
@@ -32,14 +32,15 @@ _HELP = f"""usage: mpar generate path=RUN_OR_HF_FOLDER [prompt='Who are you?'] [
        mpar generate path=RUN_OR_HF_FOLDER prompts=questions.jsonl out=answers.jsonl
 
 Without a prompt it talks on the terminal: the model sees the whole conversation; /new begins another one; an empty line or the
-end of input stops. A file of prompts has one in each line, or is .jsonl with objects that have a "prompt" or "messages".
+end of input stops. A file of prompts has one in each line, or is .jsonl with objects that have a "prompt" or "messages", and an
+"adapter", one of the names in adapters='{{french: FOLDER, sql: FOLDER}}'.
 
 {SWITCHES_HELP}"""
 _FROM_FILE = "null: as generation_config.json of the model says, else "
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(AnswerKeys):
+class GenerateConfig(ChoiceKeys):
     """The keys of `mpar generate`."""
 
     path: str = key("an HF folder, or the run_dir of a run")
@@ -113,7 +114,14 @@ def _prompts(config: GenerateConfig) -> list[Prompt] | None:
     """What is to be answered; None: what is typed on the terminal."""
     system = [] if config.system is None else [{"role": "system", "content": config.system}]
     if config.prompts is not None:
-        return read_prompts(Path(config.prompts), system, chat=config.chat)
+        prompts = read_prompts(Path(config.prompts), system, chat=config.chat)
+        unknown = {brief(name) for prompt in prompts if (name := _adapter(config, prompt)) not in (None, *config.adapters)}
+        if unknown:
+            raise UnknownNameError(
+                f"cannot answer {config.prompts}: it names the adapters {', '.join(sorted(unknown))}; adapters= has "
+                f"{', '.join(config.adapters)}"
+            )
+        return prompts
     if config.prompt is None:
         return None
     return [Prompt(config.prompt, [*system, {"role": "user", "content": config.prompt}] if config.chat else None)]
@@ -151,10 +159,17 @@ def _sampling(config: GenerateConfig, model: "Model", folder: Path) -> "Sampling
     return chosen_sampling(model, folder, base, {name: getattr(config, name) for name in names})
 
 
-def _begin(assistant: "Assistant", prompt: Prompt, sampling: "Sampling", choice: int = 0) -> "Answer":
+def _adapter(config: GenerateConfig, prompt: Prompt) -> object:
+    """What the line of a prompt names as its adapter; None: the model alone answers."""
+    return prompt.others.get("adapter") if config.adapters else None
+
+
+def _begin(
+    assistant: "Assistant", prompt: Prompt, sampling: "Sampling", choice: int = 0, adapter: str | None = None
+) -> "Answer":
     if prompt.messages is None:
-        return assistant.continue_text(prompt.text, sampling, choice)
-    return assistant.reply(prompt.messages, sampling, choice)
+        return assistant.continue_text(prompt.text, sampling, choice, adapter)
+    return assistant.reply(prompt.messages, sampling, choice, adapter=adapter)
 
 
 def _stream(answer: "Answer", assistant: "Assistant") -> str:
@@ -193,7 +208,8 @@ def _talk(config: GenerateConfig, assistant: "Assistant", sampling: "Sampling") 
 def _answer_all(config: GenerateConfig, assistant: "Assistant", prompts: Sequence[Prompt], sampling: "Sampling") -> None:
     """Answer all prompts, in their order; an answer is written once those before it are."""
     began, num_tokens = time.monotonic(), 0
-    answers = [_begin(assistant, p, sampling, choice) for p in prompts for choice in range(config.num_answers)]
+    named = [(p, cast("str | None", _adapter(config, p))) for p in prompts]  # `_prompts` has checked them
+    answers = [_begin(assistant, p, sampling, choice, name) for p, name in named for choice in range(config.num_answers)]
     waiting = list(zip((p for p in prompts for _ in range(config.num_answers)), answers, strict=True))
     with _output(config) as file, AnswerProgress(len(answers), shown=config.out is not None) as progress:
         for _ in assistant.run():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpar.cli._answering import AnswerKeys, answer_problems, answering
+from mpar.cli._answering import ChoiceKeys, answer_problems, answering
 from mpar.cli._arguments import SWITCHES_HELP, read_arguments
 from mpar.cli._compose import compose_config
 from mpar.cli._generate import chosen_sampling
@@ -23,15 +23,17 @@ __all__ = ["ServeConfig", "main"]
 _END_S = 10.0  # for the step, or the program, at which the engine is
 
 _HELP = f"""usage: mpar serve path=RUN_OR_HF_FOLDER [port=8000] [key=value] ...
+       mpar serve path=HF_FOLDER 'adapters={{french: FOLDER, sql: FOLDER}}'
 
 Answers OpenAI's clients at http://HOST:PORT/v1, with a page to talk to the model at http://HOST:PORT/. Needs the extra `serve`:
-pip install 'mpar[serve]'. SIGTERM and Ctrl-C let answers that have begun come to their end, for at most drain_s seconds.
+pip install 'mpar[serve]'. SIGTERM and Ctrl-C let answers that have begun come to their end, for at most drain_s seconds. With
+`adapters` a request names, as its model, the adapter that answers, or the model alone.
 
 {SWITCHES_HELP}"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(AnswerKeys):
+class ServeConfig(ChoiceKeys):
     """The keys of `mpar serve`."""
 
     path: str = key("an HF folder, or the run_dir of a run")

@@ -61,28 +61,37 @@ class Assistant:
         """Whether all answers have ended."""
         return self.engine.is_idle
 
-    def continue_text(self, text: str, sampling: Sampling, choice: int = 0) -> Answer:
+    def continue_text(self, text: str, sampling: Sampling, choice: int = 0, adapter: str | None = None) -> Answer:
         """An answer that goes on from a text, to which the tokenizer adds its special tokens. An empty text begins with the first
-        of these; raises ConfigError if there is none, or if the text is too long."""
+        of these; raises ConfigError if there is none, or if the text is too long. adapter: see `Engine.add`."""
         tokens = self.tokenizer.encode(text, add_special_tokens=True)
         first = self.tokenizer.bos_id if self.tokenizer.bos_id is not None else self.tokenizer.eos_id
         if not tokens and first is not None:
             tokens = [first]
         if not tokens:
             raise ConfigError("cannot continue an empty text: the tokenizer has no token that begins one. Give some text.")
-        return self.continue_tokens(tokens, sampling, choice)
+        return self.continue_tokens(tokens, sampling, choice, adapter)
 
     def reply(
-        self, messages: Sequence[Mapping[str, object]], sampling: Sampling, choice: int = 0, tools: Sequence[object] | None = None
+        self,
+        messages: Sequence[Mapping[str, object]],
+        sampling: Sampling,
+        choice: int = 0,
+        tools: Sequence[object] | None = None,
+        adapter: str | None = None,
     ) -> Answer:
-        """The assistant's answer to a conversation. Raises TemplateError or RenderError as `Tokenizer.apply_chat_template`."""
+        """The assistant's answer to a conversation. Raises TemplateError or RenderError as `Tokenizer.apply_chat_template`.
+        adapter: see `Engine.add`."""
         tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tools=tools)
-        return self.continue_tokens(tokens, sampling, choice)
+        return self.continue_tokens(tokens, sampling, choice, adapter)
 
-    def continue_tokens(self, tokens: Sequence[int], sampling: Sampling, choice: int = 0) -> Answer:
-        """An answer that goes on from tokens. Raises ConfigError if there are none or too many, or as `check_schema`."""
+    def continue_tokens(
+        self, tokens: Sequence[int], sampling: Sampling, choice: int = 0, adapter: str | None = None
+    ) -> Answer:
+        """An answer that goes on from tokens. Raises ConfigError if there are none or too many, or as `check_schema`.
+        adapter: see `Engine.add`."""
         grammar = None if sampling.schema is None else self._grammars.begin(sampling.schema)
-        request = self.engine.add(tokens, sampling, choice)
+        request = self.engine.add(tokens, sampling, choice, adapter)
         answer = Answer(request, TextStream(self._decode, sampling.stop, tokens, sampling.min_tokens), grammar=grammar)
         self._answers[request] = answer
         return answer
@@ -117,11 +126,14 @@ class Assistant:
             pass
         return [answer.text.strip() for answer in answers]
 
-    def score(self, tokens: Sequence[int], num_alternatives: int = 0) -> list[Chosen]:
-        """The tokens of a text with their log-probabilities behind those before them, which the first one does not have."""
+    def score(self, tokens: Sequence[int], num_alternatives: int = 0, adapter: str | None = None) -> list[Chosen]:
+        """The tokens of a text with their log-probabilities behind those before them, which the first one does not have.
+        adapter: see `Engine.add`."""
         if len(tokens) < 2:
             return [Chosen(token) for token in tokens]
-        (scores,) = self.engine.runner.scores([torch.tensor(tokens)], MAX_ALTERNATIVES if num_alternatives > 1 else 1)
+        number = self.engine.number_of(adapter)
+        count = MAX_ALTERNATIVES if num_alternatives > 1 else 1
+        (scores,) = self.engine.runner.scores([torch.tensor(tokens)], count, number)
         likeliest = zip(scores.likeliest_SK.tolist(), scores.likeliest_logprobs_SK.tolist(), strict=True)
         pairs = [tuple(zip(ids, values, strict=True))[:num_alternatives] for ids, values in likeliest]
         chosen = zip(tokens[1:], scores.logprobs_S.tolist(), pairs, strict=True)

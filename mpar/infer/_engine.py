@@ -1,11 +1,13 @@
 """Engine: answers many requests at the same time. Each step reads tokens of several of them and chooses their next tokens."""
 
+import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mpar.errors import UnknownNameError
 from mpar.infer._choose import History, choose
 from mpar.infer._pages import SPARE_PAGE
 from mpar.infer._request import Request
@@ -22,20 +24,25 @@ class Runner(Protocol):
     sizes: Sizes
     shares_pages: bool
     vocab_size: int
+    adapters: Sequence[str]
+    """The names of the adapters of which each row has one, or none."""
 
-    def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
+    def step(
+        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, choices_R: Tensor
+    ) -> Tensor:
         """The logits (R, V) behind the tokens number `last_R` of the step; where that is -1, they mean nothing.
 
         tokens_T: the tokens, at most `sizes.tokens`. order_T: their places in their rows, from 0 on.
         rows_T:   the rows that they belong to.
         pages_RP: the pages of each row, in order; those behind the last are the spare page, and rows without tokens mean nothing.
                   The next step changes it.
+        choices_R: the number of each row's adapter, from 1 on; 0: none.
         All are int64. Tokens of a row stand in their order, and see those before them in the row.
         """
 
-    def scores(self, texts: Sequence[Tensor], num_likeliest: int) -> list[Scores]:
-        """The scores of texts of at least two tokens each, computed as wholes, without the cache. Raises ConfigError for one that
-        is longer than rows may be."""
+    def scores(self, texts: Sequence[Tensor], num_likeliest: int, choice: int = 0) -> list[Scores]:
+        """The scores of texts of at least two tokens each, computed as wholes, without the cache, with the adapter of this number
+        or none. Raises ConfigError for a text that is longer than rows may be."""
 
     def prepare_next(self) -> bool:
         """Do now a part of what the first steps would otherwise have to wait for; returns whether there is more to do."""
@@ -76,11 +83,22 @@ class Engine:
         """Whether all requests have ended."""
         return not self.scheduler.waiting and not self.scheduler.running
 
-    def add(self, prompt: Sequence[int], sampling: Sampling, choice: int = 0) -> Request:
-        """A new request. Raises ConfigError for a prompt that is empty or leaves no room for an answer."""
-        request = Request(list(prompt), sampling, choice)
+    def add(self, prompt: Sequence[int], sampling: Sampling, choice: int = 0, adapter: str | None = None) -> Request:
+        """A new request, which the model answers with the adapter of this name; None: without any.
+
+        Raises ConfigError for a prompt that is empty or leaves no room for an answer, UnknownNameError for an unknown adapter.
+        """
+        request = Request(list(prompt), sampling, choice, self.number_of(adapter))
         self.scheduler.add(request)
         return request
+
+    def number_of(self, adapter: str | None) -> int:
+        """The number of an adapter for the runner; 0 for None. Raises UnknownNameError with the nearest names."""
+        known = list(self.runner.adapters)
+        if adapter is not None and adapter not in known:
+            near = ", ".join(difflib.get_close_matches(adapter, known, n=3, cutoff=0.0)) or "none"
+            raise UnknownNameError(f"cannot answer with the adapter {adapter!r}: there is no such one; nearest: {near}")
+        return 0 if adapter is None else known.index(adapter) + 1
 
     def cancel(self, request: Request) -> None:
         """Give up a request that has not ended yet."""
@@ -137,22 +155,24 @@ class Engine:
         elif count == sampling.max_tokens or self.scheduler.room(request) < 1:
             self.scheduler.finish(request, "length")
 
-    def _tables(self, turns: Sequence[Turn]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _tables(self, turns: Sequence[Turn]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The arguments of `Runner.step`."""
         sizes = self.runner.sizes
         tokens: list[int] = []
         order: list[int] = []
         rows: list[int] = []
-        last = [-1] * sizes.rows
+        last, choices = [-1] * sizes.rows, [0] * sizes.rows
         for turn in turns:
             request = turn.request
             tokens += request.tokens[turn.start : turn.end]
             order += range(turn.start, turn.end)
             rows += [request.row] * (turn.end - turn.start)
+            choices[request.row] = request.adapter
             self._write_pages(request)
             if turn.chooses:
                 last[request.row] = len(tokens) - 1
-        return torch.tensor(tokens), torch.tensor(order), torch.tensor(rows), self._pages_RP, torch.tensor(last)
+        columns = torch.tensor(tokens), torch.tensor(order), torch.tensor(rows)
+        return *columns, self._pages_RP, torch.tensor(last), torch.tensor(choices)
 
     def _write_pages(self, request: Request) -> None:
         """Bring the table of pages up to date for the row of a request; most steps change nothing there."""

@@ -1,7 +1,8 @@
 """Pages: which pages of the cache are free, which requests share one, and which hold tokens that a later prompt may begin with.
 
 A page that no request uses keeps its content until it is needed for another: a prompt that begins with the same tokens then finds
-it (Kwon et al. 2023, arXiv:2309.06180, section 4.4). Contents are found by the tokens themselves, so two never get mixed up.
+it (Kwon et al. 2023, arXiv:2309.06180, section 4.4). Contents are found by the tokens themselves, so two never get mixed up, and
+by the adapter with which they were computed.
 """
 
 from collections import OrderedDict
@@ -45,12 +46,12 @@ class PagePool:
                 self._free[page] = None
                 self._free.move_to_end(page, last=page in self._content)
 
-    def share(self, tokens: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
-        """The `(page, number of its content)` of the pages that hold the beginning of `tokens`, at most `max_tokens` of them.
-        They are in use from now on."""
+    def share(self, tokens: Sequence[int], max_tokens: int, root: int = 0) -> list[tuple[int, int]]:
+        """The `(page, number of its content)` of the pages that hold the beginning of `tokens`, at most `max_tokens` of them,
+        behind `root`. They are in use from now on."""
         found: list[tuple[int, int]] = []
         while (len(found) + 1) * self.page_size <= max_tokens:
-            key = self._key(found[-1][1] if found else 0, tokens, len(found))
+            key = self._key(found[-1][1] if found else root, tokens, len(found))
             if key not in self._found:
                 break
             found.append(self._found[key])
@@ -60,7 +61,9 @@ class PagePool:
         return found
 
     def remember(self, page: int, parent: int, tokens: Sequence[int], index: int) -> int:
-        """Page number `index` of `tokens`, behind the content `parent` (0: none), is complete; returns the number of its content.
+        """Page number `index` of `tokens`, behind the content `parent`, is complete; returns its number, at least 1.
+
+        The first page is behind a root, whose number is not positive: pages of different roots are never shared.
 
         If another page has the same content already, that one stays the page that is found.
         """

@@ -18,6 +18,7 @@ class Request:
     """A prompt, its answer so far, and where the cache has its keys and values.
 
     choice:       which of several answers to the same prompt it is.
+    adapter:      the number of the adapter with which it is answered, from 1 on; 0: none.
     chosen:       the tokens of the answer, with their log-probabilities if these were asked for.
     finish:       why the answer ended; None: it has not ended.
     stopped_by:   the text or the token that ended it.
@@ -30,6 +31,7 @@ class Request:
     prompt: list[int]
     sampling: Sampling
     choice: int = 0
+    adapter: int = 0
     chosen: list[Chosen] = field(default_factory=list)
     finish: Finish | None = None
     stopped_by: str | int | None = None

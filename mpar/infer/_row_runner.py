@@ -28,15 +28,23 @@ class RowRunner:
     def __init__(self, model: Trainable, params: Tree, sizes: Sizes) -> None:
         self.model, self.params, self.sizes, self.vocab_size = model, params, sizes, model.vocab_size
         self._plain = cast(Model, model.plain)
-        self._params = model.plain_params(params)
+        self.adapters = model.choices
+        self._params = self._all_plain()
         self._states: list[object] = [None] * sizes.rows
 
-    def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
+    def _all_plain(self) -> list[Tree]:
+        """The parameters of the plain model without an adapter, and with each of those that rows choose from."""
+        return [self.model.plain_params(self.params, choice) for choice in range(1 + len(self.adapters))]
+
+    def step(
+        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, choices_R: Tensor
+    ) -> Tensor:
         """See `Runner`."""
         logits_RV = torch.zeros(self.sizes.rows, self.model.vocab_size)
         for row in rows_T.unique().tolist():
             here = rows_T == row
-            logits_RV[row] = self._read(row, tokens_T[here], first=int(order_T[here][0]) == 0)
+            params = self._params[int(choices_R[row])]
+            logits_RV[row] = self._read(params, row, tokens_T[here], first=int(order_T[here][0]) == 0)
         return logits_RV
 
     def prepare_next(self) -> bool:
@@ -48,26 +56,26 @@ class RowRunner:
         named, structure = tree.leaves_with_path(self.params), tree.flatten(self.params)[1]
         check_params(dict(named), params)
         self.params = tree.unflatten(structure, [params[path].detach() for path, _ in named])
-        self._params = self.model.plain_params(self.params)
+        self._params = self._all_plain()
 
-    def scores(self, texts: Sequence[Tensor], num_likeliest: int) -> list[Scores]:
+    def scores(self, texts: Sequence[Tensor], num_likeliest: int, choice: int = 0) -> list[Scores]:
         """See `Runner`."""
         scores = []
         for text in texts:
             if len(text) > self.sizes.length + 1:
                 raise ConfigError(f"cannot score a text of {len(text)} tokens: at most {self.sizes.length + 1} fit here.")
             with torch.no_grad():
-                logits_SV = self._plain.apply(self._params, text[None, :-1])[0]
+                logits_SV = self._plain.apply(self._params[choice], text[None, :-1])[0]
             scores.append(scores_of_logits(logits_SV, text, num_likeliest))
         return scores
 
-    def _read(self, row: int, tokens_N: Tensor, *, first: bool) -> Tensor:
+    def _read(self, params: Tree, row: int, tokens_N: Tensor, *, first: bool) -> Tensor:
         """The logits (V,) behind these tokens, which follow those that the row has read; `first`: it has read none."""
         state = None if first else self._states[row]
         with torch.no_grad():
             if self._plain.can_decode:
-                logits_BSV, self._states[row] = self._plain.decode(self._params, tokens_N[None], state)
+                logits_BSV, self._states[row] = self._plain.decode(params, tokens_N[None], state)
             else:
                 read = tokens_N if first else torch.cat([state, tokens_N])  # type: ignore[list-item]
-                logits_BSV, self._states[row] = self._plain.apply(self._params, read[None]), read
+                logits_BSV, self._states[row] = self._plain.apply(params, read[None]), read
         return logits_BSV[0, -1]

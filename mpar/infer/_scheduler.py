@@ -154,7 +154,7 @@ class Scheduler:
                 continue
             request.num_cached = turn.end
             while self.shares and (index := len(request.chain)) < turn.end // size:
-                parent = request.chain[-1] if request.chain else 0
+                parent = request.chain[-1] if request.chain else _root(request)
                 pool = self.pools[self._group(request)]
                 request.chain.append(pool.remember(request.pages[index], parent, request.tokens, index))
 
@@ -191,7 +191,7 @@ class Scheduler:
         room, pool = plan.room[group], self.pools[group]
         if room == 0:
             return False
-        shared = pool.share(request.tokens, len(request.tokens) - 1) if self.shares else []
+        shared = pool.share(request.tokens, len(request.tokens) - 1, _root(request)) if self.shares else []
         start = len(shared) * self.sizes.page_size
         end = min(len(request.tokens), start + room)
         request.pages = [page for page, _ in shared]
@@ -221,3 +221,8 @@ class Scheduler:
     def _pages_missing(self, request: Request, end: int) -> int:
         """How many more pages a request needs for its first `end` tokens."""
         return -(-end // self.sizes.page_size) - len(request.pages)
+
+
+def _root(request: Request) -> int:
+    """What the first page of a request is behind: keys and values depend on the adapter."""
+    return -request.adapter

@@ -52,6 +52,11 @@ def _has_cache(mixer: object) -> bool:
     return part_of(mixer).cached is not None  # type: ignore[arg-type]
 
 
+def _chosen(model: Trainable) -> tuple[str, ...]:
+    """The key of a batch that says which adapter each row has; nothing if there is no choice."""
+    return ("choices",) if model.choices else ()
+
+
 def _without_data(shapes: Tree, dtype: torch.dtype) -> Tree:
     leaves, structure = tree.flatten(shapes, is_leaf=is_sizes)
     return tree.unflatten(structure, [torch.empty(shape, dtype=dtype, device="meta") for shape in leaves])
@@ -79,6 +84,7 @@ class CachedDecoder(Chain):
     tokens, positions, rows (B, T): the tokens, where in its row each stands, and in which slot this row is; -1 is padding.
     pages (B, R * L):               for each slot, the numbers of its row's pages, in the order of positions.
     last (B, R):                    for each slot, the place among the tokens of the one whose logits are wanted; -1 for none.
+    choices (B, R):                 for each slot, the number of its row's adapter, 0 for none; only if the model has `choices`.
 
     Tokens of one row stand one after the other. The result is logits (B, R, vocab_size), whose rows are arbitrary where `last`
     is -1.
@@ -142,7 +148,8 @@ class CachedDecoder(Chain):
     def batch_axes(self) -> dict[str, Axes]:
         """The entries of a batch, see the class."""
         tokens: dict[str, Axes] = dict.fromkeys(("tokens", "positions", "rows"), ("batch", "seq"))
-        return {**tokens, "pages": ("batch", None), "last": ("batch", None)}
+        rows: dict[str, Axes] = dict.fromkeys(("pages", "last", *_chosen(self.model)), ("batch", None))
+        return {**tokens, **rows}
 
     @property
     def batch_shape(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -150,6 +157,7 @@ class CachedDecoder(Chain):
         sizes = self.sizes
         lengths = dict.fromkeys(("tokens", "positions", "rows"), sizes.tokens)
         lengths |= {"pages": sizes.rows * sizes.pages_per_row, "last": sizes.rows}
+        lengths |= dict.fromkeys(_chosen(self.model), sizes.rows)
         return {key: ((sizes.groups, length), torch.int64) for key, length in lengths.items()}
 
     def context(self, batch: dict[str, Tensor], row_length: int | None = None) -> dict[str, Tensor]:
@@ -170,6 +178,8 @@ class CachedDecoder(Chain):
         for name, rope in self._plain.config.ropes:
             tables = rope_tables(rope, tokens, positions, torch.promote_types(self._plain.dtype, torch.float32))
             context |= zip(table_keys(name), tables, strict=True)
+        for key in _chosen(self.model):
+            context |= self.model.gates(batch[key].gather(1, rows.clamp(min=0)), batch[key])
         return context
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:

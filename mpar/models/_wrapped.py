@@ -120,9 +120,18 @@ class WrappedModel(Trainable):
         """As `base`."""
         return self.base.over(segments)
 
-    def plain_params(self, params: Tree) -> Tree:
+    def plain_params(self, params: Tree, choice: int = 0) -> Tree:
         """As `base`."""
-        return self.base.plain_params(params)
+        return self.base.plain_params(params, choice)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """As `base`."""
+        return self.base.choices
+
+    def gates(self, choices: Tensor, of_last: Tensor) -> Mapping[str, Tensor]:
+        """As `base`."""
+        return self.base.gates(choices, of_last)
 
     def without_multi_token(self) -> Trainable:
         """The same model of `base` without the layer that learns further tokens."""

@@ -32,7 +32,7 @@ from mpar.ops._random import Key, dropout, fold_in, fold_key, random_normal, ran
 from mpar.ops._rms_norm import rms_norm
 from mpar.ops._rope import rope, rope_many
 from mpar.ops._sgd import sgd, sgd_many
-from mpar.ops._stand_in import StandIn
+from mpar.ops._stand_in import StandIn, of_rows
 from mpar.ops._sum_squares import sum_squares
 from mpar.ops._swiglu import swiglu
 from mpar.ops._token_dropout import token_dropout
@@ -153,6 +153,7 @@ __all__ = [
     "newton_schulz",
     "nf4_scale_codes",
     "nf4_shapes",
+    "of_rows",
     "overwrite",
     "pack_matrix",
     "paged_attention",

@@ -14,7 +14,7 @@ from torch import Tensor
 from mpar.ops.primitive import Primitive
 from mpar.torch_private import pytree
 
-__all__ = ["StandIn"]
+__all__ = ["StandIn", "of_rows"]
 
 
 class StandIn(ABC):
@@ -34,6 +34,11 @@ class StandIn(ABC):
     def function(self, name: str, args: tuple, kwargs: Mapping[str, object]) -> object:
         """The result of a function or a method of torch by its name, such as "transpose"; NotImplemented likewise."""
         return NotImplemented
+
+    def of_rows(self, rows: Callable[[Tensor], Tensor]) -> "StandIn":
+        """The same for products with rows that are not the tokens of a batch: `rows` brings what belongs to tokens (B, S, F) into
+        the order of the rows (R, F)."""
+        return self
 
     @classmethod
     def __torch_function__(
@@ -81,6 +86,11 @@ _OPERATORS = (
     *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "neg", "pow", "getitem", "len"),
     *("lt", "le", "gt", "ge"),
 )
+
+
+def of_rows(weight: Any, rows: Callable[[Tensor], Tensor]) -> Any:
+    """`StandIn.of_rows` of what stands for a weight; a tensor is the same for all rows."""
+    return weight.of_rows(rows) if isinstance(weight, StandIn) else weight
 
 
 def _tensor(x: object) -> object:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import difflib
 import hmac
 import json
 import time
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import mpar
 from mpar.data import Tokenizer
-from mpar.errors import MparError
+from mpar.errors import ConfigError, MparError
 from mpar.infer import Sampling
 from mpar.serve._asked import Asked, read_chat, read_completion
 from mpar.serve._metrics import metrics_text
@@ -33,7 +34,8 @@ _MAX_BODY_BYTES = 2**26
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """model: the name under which the model is offered. api_keys: one of them must come with a request, if there are any.
+    """model: the name under which the model is offered; its adapters are offered under their own names.
+    api_keys: one of them must come with a request, if there are any.
     sampling: how tokens are chosen unless a request says otherwise.
     """
 
@@ -43,7 +45,12 @@ class ServeOptions:
 
 
 def make_app(worker: Worker, options: ServeOptions) -> Starlette:
-    """The application; it starts the worker and stops it at its end."""
+    """The application; it starts the worker and stops it at its end. Raises ConfigError if an adapter has the model's name."""
+    if options.model in worker.assistant.engine.runner.adapters:
+        raise ConfigError(
+            f"cannot offer an adapter under the name of the model, {options.model!r}: requests name the one or the other.\n"
+            "Rename the adapter, or give the model another name=."
+        )
     server = _Server(worker, options)
 
     @contextlib.asynccontextmanager
@@ -129,16 +136,15 @@ class _Server:
 
     async def metrics(self, request: Request) -> Response:
         """Counts in the text format of Prometheus."""
-        return PlainTextResponse(metrics_text(self.worker), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(metrics_text(self.worker, self.options.model), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
-        """The only model."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        """The model, and its adapters as further models, of which it is the parent."""
+        return JSONResponse({"object": "list", "data": [self._model(adapter) for adapter in (None, *self._adapters)]})
 
     async def one_model(self, request: Request) -> Response:
         """The model of this name."""
-        self._check_model(request.path_params["model"])
-        return JSONResponse(self._model())
+        return JSONResponse(self._model(self._adapter(request.path_params["model"])))
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or of a conversation."""
@@ -163,29 +169,36 @@ class _Server:
     async def chat(self, request: Request) -> Response:
         """An answer to a conversation."""
         asked = read_chat(await _body(request), self.options.sampling)
-        self._check_model(asked.model)
+        adapter = self._adapter(asked.model)
         tokens = await self._render(asked)
         thinks = self.tokenizer.decode(tokens[-8:]).rstrip().endswith("<think>")
-        return await self._answer(request, asked, [tokens], chat=True, thinks=thinks)
+        return await self._answer(request, asked, adapter, [tokens], chat=True, thinks=thinks)
 
     async def complete(self, request: Request) -> Response:
         """Texts that go on from prompts."""
         asked = read_completion(await _body(request), self.options.sampling)
-        self._check_model(asked.model)
+        adapter = self._adapter(asked.model)
         prompts = [self._tokens(prompt) for prompt in asked.prompts]
-        return await self._answer(request, asked, prompts, chat=False)
+        return await self._answer(request, asked, adapter, prompts, chat=False)
 
     async def _answer(
-        self, request: Request, asked: Asked, prompts: Sequence[Sequence[int]], *, chat: bool, thinks: bool = False
+        self,
+        request: Request,
+        asked: Asked,
+        adapter: str | None,
+        prompts: Sequence[Sequence[int]],
+        *,
+        chat: bool,
+        thinks: bool = False,
     ) -> Response:
         if max((*asked.sampling.bias, -1)) >= self.tokenizer.vocab_size:
             raise Refusal(400, f"logit_bias has a token that is not below {self.tokenizer.vocab_size}", "logit_bias")
         if asked.sampling.schema is not None:
             await asyncio.to_thread(self._check_schema, asked.sampling.schema)
         scores = asked.echo and asked.sampling.num_alternatives is not None
-        job = Job(prompts, asked.sampling, asked.num_choices, scores, asyncio.get_running_loop())
+        job = Job(prompts, asked.sampling, asked.num_choices, scores, asyncio.get_running_loop(), adapter=adapter)
         self.worker.submit(job)
-        reply = Reply(asked, job, self.options.model, self.tokenizer.decode, chat=chat, thinks=thinks)
+        reply = Reply(asked, job, adapter or self.options.model, self.tokenizer.decode, chat=chat, thinks=thinks)
         if asked.streams:
             return _Stream(reply, job, self.worker)
         gone = _told_of_leaving(request, job)
@@ -235,13 +248,25 @@ class _Server:
     def _length(self) -> int:
         return self.worker.assistant.engine.runner.sizes.length
 
-    def _model(self) -> dict[str, object]:
-        about = {"id": self.options.model, "object": "model", "created": self._began, "owned_by": "mpar"}
-        return {**about, "max_model_len": self._length}
+    @property
+    def _adapters(self) -> Sequence[str]:
+        return self.worker.assistant.engine.runner.adapters
 
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, self.options.model):
-            raise Refusal(404, f"The model `{name}` does not exist. There is `{self.options.model}`.", "model")
+    def _model(self, adapter: str | None) -> dict[str, object]:
+        """OpenAI's object of an adapter, whose `parent` is the model, or of the model alone."""
+        about = {"id": adapter or self.options.model, "object": "model", "created": self._began, "owned_by": "mpar"}
+        return {**about, "max_model_len": self._length, "parent": self.options.model if adapter else None}
+
+    def _adapter(self, name: str | None) -> str | None:
+        """The adapter that a request asks for as its model; None: the model alone. Refuses a name that is neither."""
+        if name is None or name == self.options.model:
+            return None
+        if name not in self._adapters:
+            known = [self.options.model, *self._adapters]
+            near = ", ".join(f"`{one}`" for one in difflib.get_close_matches(name, known, n=3, cutoff=0.0))
+            there_are = f"There is {near}." if len(known) == 1 else f"The nearest of {len(known)} are {near}."
+            raise Refusal(404, f"The model `{name}` does not exist. {there_are}", "model")
+        return name
 
 
 async def _body(request: Request) -> object:

@@ -11,7 +11,7 @@ from mpar.errors import ConfigError
 from mpar.infer import Answer, Assistant, Chosen, Sampling
 from mpar.serve._refusal import Refusal
 
-__all__ = ["Counts", "Grown", "Job", "Worker"]
+__all__ = ["Counts", "Grown", "Job", "StepCounts", "Worker"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Job:
     """Prompts that one request asks to continue, each `num_choices` times. `events` belongs to the event loop `loop`.
 
     scores_prompts: whether log-probabilities of the prompts' own tokens are wanted, too.
+    adapter:        the name of the adapter with which they are answered; None: the model alone.
     events:         what has come; None: the client has left.
     """
 
@@ -46,6 +47,7 @@ class Job:
     events: asyncio.Queue[Grown | None] = field(default_factory=asyncio.Queue)
     is_cancelled: bool = False
     num_shared: int = 0
+    adapter: str | None = None
 
     def tell(self, grown: Grown) -> None:
         """Let the event loop know; called by the worker."""
@@ -54,15 +56,21 @@ class Job:
 
 @dataclass
 class Counts:
-    """What has happened since the start, for /metrics."""
+    """What has happened since the start with one adapter, or with the model alone, for /metrics."""
 
     prompt_tokens: int = 0
     shared_tokens: int = 0
     answer_tokens: int = 0
+    ended: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class StepCounts:
+    """What has happened since the start that concerns all models, for /metrics."""
+
     steps: int = 0
     step_s: float = 0.0
     refused: int = 0
-    ended: dict[str, int] = field(default_factory=dict)
 
 
 class Worker(threading.Thread):
@@ -75,7 +83,8 @@ class Worker(threading.Thread):
     def __init__(self, assistant: Assistant, max_waiting: int, on_failure: Callable[[], None] = lambda: None) -> None:
         super().__init__(name="mpar-engine", daemon=True)
         self.assistant, self.max_waiting, self.on_failure = assistant, max_waiting, on_failure
-        self.counts, self.failure = Counts(), ""
+        self.steps, self.failure = StepCounts(), ""
+        self.counts = {adapter: Counts() for adapter in (None, *assistant.engine.runner.adapters)}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._places: dict[Answer, tuple[Job, int, int]] = {}  # its job, its index there, and how many of its tokens were told
         self._jobs: dict[Job, int] = {}  # jobs that have not ended, with their numbers of answers that have not
@@ -98,7 +107,7 @@ class Worker(threading.Thread):
         count = len(job.prompts) * job.num_choices
         self._check_runs()
         if self.num_waiting + count > self.max_waiting and self.num_waiting:
-            self.counts.refused += 1
+            self.steps.refused += 1
             raise Refusal(429, f"{self.num_waiting} answers wait already, of at most {self.max_waiting}", retry_after_s=1)
         sizes = self.assistant.engine.runner.sizes
         for tokens in job.prompts:
@@ -129,8 +138,8 @@ class Worker(threading.Thread):
             while self._take_commands():
                 began = time.monotonic()
                 _deliver([self._growth(answer) for answer in self.assistant.step()])
-                self.counts.steps += 1
-                self.counts.step_s += time.monotonic() - began
+                self.steps.steps += 1
+                self.steps.step_s += time.monotonic() - began
         except Exception as error:
             self.fail(f"{type(error).__name__}: {error}")
             raise
@@ -171,18 +180,18 @@ class Worker(threading.Thread):
             return
         for number, tokens in enumerate(job.prompts):
             if job.scores_prompts:
-                scores = self.assistant.score(tokens, job.sampling.num_alternatives or 0)
+                scores = self.assistant.score(tokens, job.sampling.num_alternatives or 0, job.adapter)
                 for choice in range(job.num_choices):
                     job.tell(Grown(number * job.num_choices + choice, prompt=scores))
             for choice in range(job.num_choices):
                 try:
-                    answer = self.assistant.continue_tokens(tokens, job.sampling, choice)
+                    answer = self.assistant.continue_tokens(tokens, job.sampling, choice, job.adapter)
                 except ConfigError as error:
                     self._drop(job)
                     job.tell(Grown(0, error=str(error)))
                     return
                 self._places[answer] = (job, number * job.num_choices + choice, 0)
-            self.counts.prompt_tokens += len(tokens)
+            self.counts[job.adapter].prompt_tokens += len(tokens)
 
     def _drop(self, job: Job) -> None:
         for answer in [answer for answer, place in self._places.items() if place[0] is job]:
@@ -196,9 +205,9 @@ class Worker(threading.Thread):
         request = answer.request
         if told == 0:
             job.num_shared += request.num_shared or 0
-            self.counts.shared_tokens += request.num_shared or 0
+            self.counts[job.adapter].shared_tokens += request.num_shared or 0
         self._places[answer] = (job, index, len(request.chosen))
-        self.counts.answer_tokens += len(request.chosen) - told
+        self.counts[job.adapter].answer_tokens += len(request.chosen) - told
         grown = Grown(index, answer.take(), request.chosen[told:], request.finish)
         if request.finish is not None:
             self._end(answer, request.finish)
@@ -209,7 +218,8 @@ class Worker(threading.Thread):
         self._jobs[job] -= 1
         if self._jobs[job] == 0:
             del self._jobs[job]
-        self.counts.ended[why] = self.counts.ended.get(why, 0) + 1
+        ended = self.counts[job.adapter].ended
+        ended[why] = ended.get(why, 0) + 1
 
 
 def _deliver(told: Sequence[tuple[Job, Grown]]) -> None:

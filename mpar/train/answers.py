@@ -5,10 +5,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mpar import adapters, models
 from mpar.data import Tokenizer
-from mpar.errors import CheckpointError
+from mpar.errors import CheckpointError, ConfigError
 from mpar.infer import Assistant, Sampling, Sizes, end_ids
 from mpar.infer.compile import divisible_pages, make_runner, num_groups
 from mpar.mesh import Mesh
@@ -37,20 +38,26 @@ def load_assistant(
     mesh: Mesh | None = None,
     strategy: Strategy | str = "tp",
     adapter: str | None = None,
+    choices: Mapping[str, str] | None = None,
 ) -> tuple[Model, Assistant]:
     """The model in an HF `folder`, and an assistant that answers with it up to `rows` requests at the same time.
 
     A prompt and its answer may have as many tokens as the model can take, or 8,192. Weights that are quantised stay so. `group`:
     how the model was made, if the folder alone does not tell because it is a plug-in's. adapter: a folder of PEFT, whose adapter
-    the programs compute beside the weights.
+    the programs compute beside the weights. choices: such folders by the names of their adapters, of which each request has one
+    or none; ConfigError if both are given, or as `adapters.bank_of`.
     mesh, strategy: with several ranks, where parameters are; every process of torch.distributed reads its own. If they are in
     groups, there are as many more rows as make all groups equal.
     """
     mesh = mesh or Mesh(tp=1)
-    folders = {} if adapter is None else {"default": Path(adapter)}
+    if adapter is not None and choices:
+        raise ConfigError(
+            f"cannot add the adapter {adapter} to all answers and choose among {', '.join(choices)} for each: a model has the "
+            "one or the others.\nGive all of them as adapters=, or merge the first into the model."
+        )
     plain = _plain(folder, group, dtype)
-    model = _with_adapters(plain, folder, folders)
-    with _reading(model, plain, folder, folders) as read:
+    model = _with_adapters(plain, folder, adapter, choices or {})
+    with _reading(model, plain, folder, adapter, choices or {}) as read:
         params = models.read_params(model, read, *((mesh, strategy) if mesh.size > 1 else ()))
     length = min(_LENGTH, model.max_positions or _LENGTH)
     groups = num_groups(mesh, strategy)
@@ -85,16 +92,20 @@ def _plain(folder: Path, group: ModelConfig | None, dtype: torch.dtype) -> Model
     return model
 
 
-def _with_adapters(plain: Model, folder: Path, folders: Mapping[str, Path]) -> Trainable:
-    """The model with adapters by their names, and quantised weights if the folder has them."""
+def _with_adapters(plain: Model, folder: Path, adapter: str | None, choices: Mapping[str, str]) -> Trainable:
+    """The model with an adapter, or with adapters to choose from, and quantised weights if the folder has them."""
     model: Trainable = plain
-    for name, path in folders.items():
-        model = adapters.add(model, adapters.read_lora(path), name)
+    if adapter is not None:
+        model = adapters.add(model, adapters.read_lora(adapter))
+    elif choices:
+        model = adapters.bank_of(model, {name: adapters.read_lora(path) for name, path in choices.items()})
     return quantised_as(model, folder) if is_quantised_folder(folder) else model
 
 
 @contextmanager
-def _reading(model: Trainable, plain: Model, folder: Path, folders: Mapping[str, Path]) -> Iterator[Read]:
+def _reading(
+    model: Trainable, plain: Model, folder: Path, adapter: str | None, choices: Mapping[str, str]
+) -> Iterator[Read]:
     """What gives the leaves of the model: those of adapters from their folders, all others from the folder of the weights."""
     adapted, made = adapted_part(model), quantised_part(model)
     with ExitStack() as stack:
@@ -103,9 +114,16 @@ def _reading(model: Trainable, plain: Model, folder: Path, folders: Mapping[str,
             source = stack.enter_context(QuantisedReader(made, folder))
         else:
             source = stack.enter_context(HfReader(plain, folder)).read_leaf
-        owners: dict[str, Read] = {}
-        for name, path in folders.items():
-            assert adapted is not None
-            reader = stack.enter_context(adapters.AdapterReader(adapted, path, name))
-            owners |= dict.fromkeys(reader.paths, reader.read_leaf)
-        yield lambda path, slices: owners[path](path, slices) if path in owners else model.first_leaf(0, path, slices, source)
+        reader: adapters.AdapterReader | adapters.BankReader | None = None
+        if isinstance(adapted, adapters.AdapterBank):
+            reader = stack.enter_context(adapters.BankReader(adapted, choices))
+        elif adapted is not None and adapter is not None:
+            reader = stack.enter_context(adapters.AdapterReader(adapted, adapter))
+        owned = frozenset(reader.paths) if reader is not None else frozenset()
+
+        def read(path: str, slices: Sequence[slice] | None) -> Tensor:
+            if reader is not None and path in owned:
+                return reader.read_leaf(path, slices)
+            return model.first_leaf(0, path, slices, source)
+
+        yield read

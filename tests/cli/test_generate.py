@@ -6,7 +6,8 @@ import json
 import pytest
 import torch
 
-from mpar import models
+from mpar import adapters, models
+from mpar.adapters import LoRA
 from mpar.cli.main import main
 from mpar.data import byte_tokenizer
 from tests.infer.test_assistant import CONFIG
@@ -44,6 +45,46 @@ def test_a_file_of_prompts(capsys, folder, tmp_path):
     assert records[2]["messages"] == lines[1]["messages"]
     assert records[0]["answer"] != records[1]["answer"]
     assert all(token["logprob"] <= 0 and len(token["alternatives"]) == 2 for record in records for token in record["tokens"])
+
+
+@pytest.fixture(scope="module")
+def adapter_folders(folder, tmp_path_factory):
+    """Folders of two adapters of the tiny model, and by their names the folders of the model with each merged."""
+    model, params = models.from_hf(folder)
+    where, merged = tmp_path_factory.mktemp("adapters"), {}
+    for seed, (name, targets) in enumerate({"french": "all-linear", "sql-v2": ("o_proj",)}.items(), 1):
+        adapted = adapters.add(model, LoRA(rank=2 * seed, alpha=6, init="random", targets=targets))
+        values = adapters.first_params(adapted, params, seed)
+        adapters.write_peft(adapted, values, where / name)
+        merged[name] = where / f"{name} merged"
+        models.to_hf(model, adapters.merge(adapted, values), merged[name])
+        byte_tokenizer().save(merged[name])
+    return {name: where / name for name in merged}, merged
+
+
+def chosen(folders) -> str:
+    """The argument that offers adapters."""
+    return "adapters={" + ",".join(f"'{name}': '{path}'" for name, path in folders.items()) + "}"
+
+
+def test_each_prompt_names_its_adapter(capsys, folder, adapter_folders, tmp_path):
+    """The answers of one command are those of the models with each adapter merged; names that are not there are refused."""
+    folders, merged = adapter_folders
+    asked = [{"prompt": text, "adapter": name} for text in ("hello", "and you") for name in (None, *folders)]
+    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    keys = [f"prompts={tmp_path}/asked.jsonl", f"out={tmp_path}/answers.jsonl"]
+    assert ask(capsys, folder, *keys, chosen(folders))[0] == 0
+    records = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [(record["prompt"], record["adapter"]) for record in records] == [(one["prompt"], one["adapter"]) for one in asked]
+    for record in records:
+        _, said, _ = ask(capsys, merged.get(record["adapter"], folder), f"prompt={record['prompt']}")
+        assert said.strip() == record["answer"].strip()
+    assert len({record["answer"] for record in records[:3]}) == 3
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "hello", "adapter": "sql"}))
+    code, _, noted = ask(capsys, folder, *keys, chosen(folders))
+    assert code == 2 and "it names the adapters 'sql'; adapters= has french, sql-v2" in noted
+    code, _, noted = ask(capsys, folder, *keys, chosen(folders), f"adapter={folders['french']}")
+    assert code == 2 and "both adapter, for all answers, and adapters, for each" in noted
 
 
 def test_lines_of_text_are_continued_verbatim(capsys, folder, tmp_path):

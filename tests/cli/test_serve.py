@@ -9,16 +9,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
 import pytest
+import torch
 
+from mpar import models
 from mpar.cli.main import main
 from tests.cli.conftest import environment
-from tests.cli.test_generate import folder
+from tests.cli.test_generate import adapter_folders, chosen, folder
 
-__all__ = ["folder"]
+__all__ = ["adapter_folders", "folder"]
 
 
 @contextmanager
@@ -65,6 +68,28 @@ def test_a_signal_lets_answers_come_to_their_end(folder, mesh, number):
         assert process.wait(timeout=30) == 128 + number
         assert not any(map(is_there, ranks))
         assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.full("processes that load torch")
+def test_adapters_on_two_ranks(folder, adapter_folders):
+    """Two ranks answer each model of a mixed batch, and score prompts, as one process does with the adapter merged."""
+    folders, merged = adapter_folders
+    with serving(folder, "mesh=tp2", "name=base", chosen(folders)) as (_, address), ThreadPoolExecutor(6) as pool:
+
+        def ask(name):
+            body = {"model": name, "prompt": "hello", "max_tokens": 9, "echo": True, "logprobs": 1, "temperature": 0}
+            (choice,) = httpx.post(f"{address}/v1/completions", json=body, timeout=60).json()["choices"]
+            return choice["text"], choice["logprobs"]["token_logprobs"][1:5]
+
+        found = dict(zip(["base", *folders] * 2, pool.map(ask, ["base", *folders] * 2), strict=True))
+    for name, (text, scores) in found.items():
+        model, params = models.from_hf(merged.get(name, folder))
+        tokens = torch.tensor([list(text.encode())])
+        logprobs_SV = model.apply(params, tokens)[0].log_softmax(-1)
+        assert scores == pytest.approx([float(logprobs_SV[i, tokens[0, i + 1]]) for i in range(4)], abs=1e-5)
+        given = [int(x) for x in logprobs_SV[4:-1].argmax(-1)]
+        assert bytes(given) == text.encode()[5:]
+    assert len({text for text, _ in found.values()}) == 3
 
 
 @pytest.mark.full("processes that load torch")

@@ -15,9 +15,15 @@ __all__ = ["VOCABULARY", "CachedTokens", "next_token"]
 VOCABULARY = 50
 
 
-def next_token(tokens: list[int]) -> int:
-    """What comes behind these tokens."""
-    return hashlib.blake2b(array("H", tokens).tobytes(), digest_size=1).digest()[0] % VOCABULARY
+def next_token(tokens: list[int], adapter: int = 0) -> int:
+    """What comes behind these tokens with an adapter."""
+    kept = [_kept(token, adapter) for token in tokens]
+    return hashlib.blake2b(array("H", kept).tobytes(), digest_size=1).digest()[0] % VOCABULARY
+
+
+def _kept(token, adapter):
+    """What a page keeps of a token, or of tokens, that were read with an adapter."""
+    return token + VOCABULARY * adapter
 
 
 class CachedTokens:
@@ -25,17 +31,19 @@ class CachedTokens:
 
     vocab_size = VOCABULARY
 
-    def __init__(self, sizes: Sizes, *, shares_pages: bool = True) -> None:
-        self.sizes, self.shares_pages = sizes, shares_pages
+    def __init__(self, sizes: Sizes, *, shares_pages: bool = True, adapters: Sequence[str] = ()) -> None:
+        self.sizes, self.shares_pages, self.adapters = sizes, shares_pages, adapters
         self.cache = torch.full((sizes.groups, sizes.pages, sizes.page_size), -1)
 
-    def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
+    def step(
+        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, choices_R: Tensor
+    ) -> Tensor:
         """See `Runner`."""
         size, groups_T = self.sizes.page_size, rows_T // self.sizes.group_rows
         assert groups_T.bincount().max() <= self.sizes.tokens
         pages_T = pages_RP[rows_T, order_T // size]
         assert (pages_T != SPARE_PAGE).all()
-        self.cache[groups_T, pages_T, order_T % size] = tokens_T
+        self.cache[groups_T, pages_T, order_T % size] = _kept(tokens_T, choices_R[rows_T])
         logits_RV = torch.zeros(self.sizes.rows, VOCABULARY)
         for row, last in enumerate(last_R.tolist()):
             if last >= 0:
@@ -47,10 +55,10 @@ class CachedTokens:
         """See `Runner`."""
         return False
 
-    def scores(self, texts: Sequence[Tensor], num_likeliest: int) -> list[Scores]:
+    def scores(self, texts: Sequence[Tensor], num_likeliest: int, choice: int = 0) -> list[Scores]:
         """See `Runner`."""
-        return [self._score(text, num_likeliest) for text in texts]
+        return [self._score(text, num_likeliest, choice) for text in texts]
 
-    def _score(self, text: Tensor, num_likeliest: int) -> Scores:
-        expected = torch.tensor([next_token(text[: n + 1].tolist()) for n in range(len(text) - 1)])
+    def _score(self, text: Tensor, num_likeliest: int, choice: int) -> Scores:
+        expected = torch.tensor([next_token(text[: n + 1].tolist(), choice) for n in range(len(text) - 1)])
         return scores_of_logits(torch.nn.functional.one_hot(expected, VOCABULARY).float(), text, num_likeliest)

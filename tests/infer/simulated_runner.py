@@ -1,7 +1,6 @@
 """A runner whose programs are simulated: all ranks of a mesh in this process."""
 
-import dataclasses
-
+from mpar import tree
 from mpar.infer.compile import ProgramRunner
 
 __all__ = ["SimulatedRunner"]
@@ -14,4 +13,5 @@ class SimulatedRunner(ProgramRunner):
         return program.simulate
 
     def _first_state(self, program, params):
-        return program.init_state(dataclasses.replace(params, mtp=None))
+        read = tree.paths(self.model.without_multi_token().abstract_params)
+        return program.init_state({path: tree.get(params, path) for path in read})

@@ -4,17 +4,17 @@ import random
 
 import pytest
 
-from mpar.errors import ConfigError
+from mpar.errors import ConfigError, UnknownNameError
 from mpar.infer import Engine, PagePool, Request, Sampling, Sizes
 from tests.infer.cached_tokens import CachedTokens, next_token
 from tests.tiers import examples
 
 
-def alone(prompt: list[int], sampling: Sampling, length: int) -> list[int]:
+def alone(prompt: list[int], sampling: Sampling, length: int, adapter: int = 0) -> list[int]:
     """The answer of a request, token by token."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < (sampling.max_tokens or length) and len(tokens) < length:
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, adapter))
         if tokens[-1] in (0, *sampling.stop_ids):
             break
     return tokens[len(prompt) :]
@@ -49,7 +49,8 @@ def attack(seed: int) -> Engine:
         length=length,
         groups=groups,
     )
-    engine = Engine(CachedTokens(sizes, shares_pages=draw.random() < 0.8), eos_ids=[0])
+    adapters = draw.choice([(), ("a",), ("a", "b", "c")])
+    engine = Engine(CachedTokens(sizes, shares_pages=draw.random() < 0.8, adapters=adapters), eos_ids=[0])
     starts = [[draw.randrange(50) for _ in range(length)] for _ in range(3)]  # prompts have beginnings in common
     requests: list[Request] = []
     cancelled: dict[Request, int] = {}
@@ -59,7 +60,7 @@ def attack(seed: int) -> Engine:
             start = draw.choice(starts)[: draw.randint(0, length - 2)]
             prompt = [*start, *(draw.randrange(50) for _ in range(draw.randint(1, length - 1 - len(start))))][: length - 1]
             sampling = Sampling(max_tokens=draw.choice([None, 1, 3, 10]), stop_ids=(draw.randrange(50),))
-            requests.append(engine.add(prompt, sampling))
+            requests.append(engine.add(prompt, sampling, adapter=draw.choice([None, *adapters])))
             to_come -= 1
         if requests and draw.random() < 0.05:
             request = draw.choice(requests)
@@ -75,7 +76,7 @@ def attack(seed: int) -> Engine:
         if oldest is not None and oldest.finish is None:
             assert (oldest.num_cached, len(oldest.tokens)) > before, "the oldest request must go on"
     for request in requests:
-        expected = alone(request.prompt, request.sampling, length)
+        expected = alone(request.prompt, request.sampling, length, request.adapter)
         if request in cancelled:
             assert request.answer == expected[: cancelled[request]] and request.finish == "cancelled"
         else:
@@ -128,6 +129,26 @@ def test_a_common_beginning_is_computed_once():
     list(engine.run())
     assert third.num_shared == 0
     assert third.answer == alone(third.prompt, third.sampling, 64)
+
+
+def test_adapters_share_no_pages():
+    """An equal prompt finds only what was computed with its own adapter, or without any."""
+    engine = Engine(CachedTokens(Sizes(rows=2, tokens=64, pages=33, page_size=4, length=64), adapters=("a", "b")))
+    for _ in range(2):
+        for adapter in (None, "a", "b"):
+            engine.add(list(range(12)), Sampling(max_tokens=2), adapter=adapter)
+    requests = [*engine.scheduler.waiting]
+    list(engine.run())
+    assert [request.num_shared for request in requests] == [0, 0, 0, 8, 8, 8]
+    assert [r.answer for r in requests] == [alone(r.prompt, r.sampling, 64, r.adapter) for r in requests]
+
+
+def test_unknown_adapters_are_refused():
+    """With the nearest name that there is."""
+    engine = Engine(CachedTokens(Sizes(rows=1, tokens=8, pages=6, page_size=8, length=40), adapters=("french", "sql")))
+    with pytest.raises(UnknownNameError, match="adapter 'frenhc': there is no such one; nearest: french"):
+        engine.add([1], Sampling(), adapter="frenhc")
+    assert engine.is_idle
 
 
 def test_an_answer_is_found_by_the_next_question():

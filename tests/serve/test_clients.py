@@ -120,7 +120,7 @@ def test_many_clients_get_what_each_gets_alone(server):
         assert list(pool.map(ask, prompts)) == alone
         assert [future.result() for future in gone] == [None] * 4
     wait_until(lambda: worker.assistant.is_idle)
-    assert worker.counts.ended["cancelled"] == 4
+    assert worker.counts[None].ended["cancelled"] == 4
     assert worker.assistant.engine.scheduler.pools[0].num_free == 128
 
 
@@ -220,7 +220,7 @@ def test_counts_for_prometheus(server):
     httpx.post(f"{address}/v1/completions", json={"prompt": "abc", "max_tokens": 2})
     lines = httpx.get(f"{address}/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    assert int(values["mpar_answer_tokens_total"]) == worker.counts.answer_tokens > 0
+    assert int(values['mpar_answer_tokens_total{model="tiny"}']) == worker.counts[None].answer_tokens > 0
     assert sum(line.startswith("# TYPE") for line in lines) == sum(line.startswith("# HELP") for line in lines) >= 11
 
 

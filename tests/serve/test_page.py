@@ -74,7 +74,7 @@ def test_a_conversation_in_a_browser(browser):
         browser.find_element(By.ID, "stop").click()
         runner.permits.release(1)
         wait_until(lambda: worker.assistant.is_idle)
-        assert worker.counts.ended == {"cancelled": 1}
+        assert worker.counts[None].ended == {"cancelled": 1}
         wait.until(lambda _: browser.find_element(By.ID, "send").is_displayed())
         prompt = ask("second question")
         assert prompt.index("first question") < prompt.index(answer) < prompt.index("second question")

@@ -4,6 +4,7 @@ Each gives `(y_BSD of the experts, y_BSD of the shared layer)`. They compute the
 are sent between ranks.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 
@@ -38,10 +39,17 @@ def grouped_experts(
     """The experts' and the shared layer's `y_BSD`: rows are sorted by expert; each matrix is one grouped product."""
     rows_RD, offsets_E, inverse_BSK, arrivals_E = ops.dispatch(tokens_BSD, experts_BSK, num_experts=config.num_experts)
     shared_BSD = _shared(params, config, x_BSD, context)  # computed at this point so that it runs while rows are sent
-    gate_RF = ops.name(_grouped_linear(rows_RD, params.gate_EDF, params.gate_bias_EF, offsets_E), "gate")
-    up_RF = ops.name(_grouped_linear(rows_RD, params.up_EDF, params.up_bias_EF, offsets_E), "up")
+
+    @functools.cache
+    def rows_of(x_BSF: Tensor) -> Tensor:
+        return ops.dispatch(x_BSF, experts_BSK, num_experts=config.num_experts)[0]
+
+    matrices = params.gate_EDF, params.up_EDF, params.down_EFD
+    gate_EDF, up_EDF, down_EFD = (ops.of_rows(weight, rows_of) for weight in matrices)
+    gate_RF = ops.name(_grouped_linear(rows_RD, gate_EDF, params.gate_bias_EF, offsets_E), "gate")
+    up_RF = ops.name(_grouped_linear(rows_RD, up_EDF, params.up_bias_EF, offsets_E), "up")
     hidden_RF = ops.name(_activated(config, gate_RF, up_RF), "mlp_act")
-    rows_RD = ops.grouped_matmul(hidden_RF, params.down_EFD, offsets_E)
+    rows_RD = ops.grouped_matmul(hidden_RF, down_EFD, offsets_E)
     y_BSD = ops.constrain(ops.combine(rows_RD, inverse_BSK, arrivals_E, weights_BSK), RESIDUAL)
     return _with_down_bias(params, config, y_BSD, experts_BSK, weights_BSK), shared_BSD
 
