@@ -83,7 +83,7 @@ class Leader:
     def __init__(self, runner: Runner) -> None:
         self.runner, self._line = runner, _Line(runner.sizes)
         self.sizes, self.shares_pages, self.vocab_size = runner.sizes, runner.shares_pages, runner.vocab_size
-        self.adapters = runner.adapters
+        self.adapters: Sequence[str] = runner.adapters
 
     def step(
         self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, choices_R: Tensor

@@ -62,7 +62,7 @@ class ProgramRunner:
                 f"cannot answer with up to {sizes.length} tokens in a row: this model has learned {model.max_positions} positions"
             )
         self.model, self.sizes, self.vocab_size, self.device = model, sizes, model.vocab_size, torch.device(device)
-        self.adapters = model.choices
+        self.adapters: Sequence[str] = model.choices
         self._execution = execution
         self.shares_pages = not model.sequential  # the state of a scan is in no page
         mesh, table = mesh or Mesh(tp=1), preset(strategy) if isinstance(strategy, str) else strategy

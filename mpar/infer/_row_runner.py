@@ -28,7 +28,7 @@ class RowRunner:
     def __init__(self, model: Trainable, params: Tree, sizes: Sizes) -> None:
         self.model, self.params, self.sizes, self.vocab_size = model, params, sizes, model.vocab_size
         self._plain = cast(Model, model.plain)
-        self.adapters = model.choices
+        self.adapters: Sequence[str] = model.choices
         self._params = self._all_plain()
         self._states: list[object] = [None] * sizes.rows
 

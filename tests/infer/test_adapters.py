@@ -12,6 +12,7 @@ from mpar.errors import CheckpointError, ConfigError
 from mpar.infer import Engine, RowRunner, Sampling, Sizes
 from mpar.infer.compile import ProgramRunner, compile_decode
 from mpar.models import CacheSizes
+from mpar.quantised import quantise
 from mpar.strategy import preset
 from tests.infer.banks import LORAS, bank_params, merged_params
 from tests.infer.simulated_runner import SimulatedRunner
@@ -163,6 +164,21 @@ def test_row_by_row(kind):
         for each in (runner, by_programs):
             (scores,) = each.scores([text], 1, number)
             assert (scores.logprobs_S - expected_S).abs().max() < 1e-5
+
+
+def test_a_quantised_base():
+    """Adapters are chosen beside a base of 8-bit codes, which programs and whole forwards dequantise alike."""
+    _, params, bank = make("llama", torch.float32)
+    model = quantise(bank, "int8")
+    made = model.quantise_params(bank_params(bank, params))
+    found, _ = answers(ProgramRunner(model, made, SIZES), mixed(bank))
+    for (prompt, name), (answer, logits_SV) in zip(mixed(bank), found, strict=True):
+        number = 0 if name is None else 1 + bank.choices.index(name)
+        tokens = torch.tensor([[*prompt, *answer[:-1]]])
+        expected_SV = model.plain.apply(model.plain_params(made, number), tokens)[0, len(prompt) - 1 :]
+        assert (logits_SV.log_softmax(-1) - expected_SV.log_softmax(-1)).abs().max() < 1e-4
+        assert answer == expected_SV.argmax(-1).tolist()
+    assert len({tuple(answer) for answer, _ in found}) > 3
 
 
 def sent(model, axes, strategy, groups):
