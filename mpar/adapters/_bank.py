@@ -82,7 +82,7 @@ class AdapterBank(AdaptedModel):
     alone: tuple[tuple[str, AdaptedModel], ...]
 
     @functools.cached_property
-    def choices(self) -> tuple[str, ...]:  # type: ignore[override]
+    def adapter_names(self) -> tuple[str, ...]:  # type: ignore[override]
         """The names of the adapters."""
         return tuple(name for name, _ in self.alone)
 
@@ -115,22 +115,22 @@ class AdapterBank(AdaptedModel):
         """The key of the context with the gate of a matrix's adapters: of all tokens, or of those whose logits are wanted."""
         return f"{'last_' if matrix.kind == 'head' else ''}gate_{self._distinct.index(self._ranks(matrix))}"
 
-    def gates(self, choices: Tensor, of_last: Tensor) -> dict[str, Tensor]:
+    def gates(self, adapters: Tensor, of_last: Tensor) -> dict[str, Tensor]:
         """See `Trainable`: (B, T, ranks), and (B, R, ranks) of `of_last`, with 1 for the ranks of the token's adapter, else 0."""
         dtype = next(leaf.dtype for leaf in tree.leaves(self.plain.abstract_params) if leaf.is_floating_point())
         return {
-            key: torch.cat([_alike(of_last if key.startswith("last_") else choices, *part, dtype) for part in ranks], -1)
+            key: torch.cat([_alike(of_last if key.startswith("last_") else adapters, *part, dtype) for part in ranks], -1)
             for key, ranks in self._gates.items()
         }
 
-    def plain_params(self, params: Tree, choice: int = 0) -> Tree:
+    def plain_params(self, params: Tree, adapter: int = 0) -> Tree:
         """See `Trainable`: the weights with one adapter, or without."""
         base = base_params(self, params)
-        if choice == 0:
+        if adapter == 0:
             return self.base.plain_params(base)
-        _, model = self.alone[choice - 1]
+        _, model = self.alone[adapter - 1]
         taken = {
-            path: self._taken(leaf, tree.get(params, _in_bank(path)), choice) for path, leaf in model.leaves.items()
+            path: self._taken(leaf, tree.get(params, _in_bank(path)), adapter) for path, leaf in model.leaves.items()
         }
         return model.plain_params(with_adapters(base, taken))
 
@@ -149,7 +149,7 @@ class AdapterBank(AdaptedModel):
         leaf = self.leaves[path]
         made = []
         for each in self.columns[leaf.adapted.matrix.name]:
-            name = self.choices[each.number - 1]
+            name = self.adapter_names[each.number - 1]
             value = read(name, _alone_path(path)).to(tree.get(self.abstract_params, path).dtype)
             if not value.isfinite().all():
                 raise ConfigError(f"cannot choose the adapter {name!r}: {_alone_path(path)} has values that are not finite")
@@ -157,9 +157,9 @@ class AdapterBank(AdaptedModel):
         return torch.cat(made, leaf.letters.index(RANK))
 
 
-def _alike(choices: Tensor, number: int, rank: int, dtype: torch.dtype) -> Tensor:
+def _alike(adapters: Tensor, number: int, rank: int, dtype: torch.dtype) -> Tensor:
     """The gate of the `rank` columns of one adapter."""
-    return (choices == number).to(dtype)[..., None].expand(-1, -1, rank)
+    return (adapters == number).to(dtype)[..., None].expand(-1, -1, rank)
 
 
 def _alone_path(path: str) -> str:

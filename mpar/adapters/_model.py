@@ -121,7 +121,7 @@ class AdaptedModel(WrappedModel):
         """The segments with adapted weights."""
         return tuple(self._segment(segment) for segment in self.base.over(segments))
 
-    def plain_params(self, params: Tree, choice: int = 0) -> Tree:
+    def plain_params(self, params: Tree, adapter: int = 0) -> Tree:
         """The parameters of `plain`, in which objects stand for adapted weights. Raises ConfigError as `check_untied`."""
         self.check_untied()
         made, loras = base_params(self, params), dict(self.adapters)
@@ -131,7 +131,7 @@ class AdaptedModel(WrappedModel):
                     weight = tree.get(made, leaf.path)
                     low = low_rank(weight, name, adapted, leaf, lambda path: tree.get(params, path), dora=loras[name].dora)
                     made = tree.replace(made, leaf.path, low)
-        return self.base.plain_params(made, choice)
+        return self.base.plain_params(made, adapter)
 
     def _segment(self, segment: Segment) -> Segment:
         paths = list(segment.paths)

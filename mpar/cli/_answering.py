@@ -156,7 +156,7 @@ def load(config: AnswerKeys, folder: Path) -> tuple["Model", "Assistant"]:
         rows=config.rows,
         dtype=dtype,
         adapter=config.adapter.path,
-        choices=config.adapters if isinstance(config, ChoiceKeys) else {},
+        by_name=config.adapters if isinstance(config, ChoiceKeys) else {},
         mesh=mesh,
         strategy=strategy,
     )

@@ -28,7 +28,7 @@ class Runner(Protocol):
     """The names of the adapters of which each row has one, or none."""
 
     def step(
-        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, choices_R: Tensor
+        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, adapters_R: Tensor
     ) -> Tensor:
         """The logits (R, V) behind the tokens number `last_R` of the step; where that is -1, they mean nothing.
 
@@ -36,11 +36,11 @@ class Runner(Protocol):
         rows_T:   the rows that they belong to.
         pages_RP: the pages of each row, in order; those behind the last are the spare page, and rows without tokens mean nothing.
                   The next step changes it.
-        choices_R: the number of each row's adapter, from 1 on; 0: none.
+        adapters_R: the number of each row's adapter, from 1 on; 0: none.
         All are int64. Tokens of a row stand in their order, and see those before them in the row.
         """
 
-    def scores(self, texts: Sequence[Tensor], num_likeliest: int, choice: int = 0) -> list[Scores]:
+    def scores(self, texts: Sequence[Tensor], num_likeliest: int, adapter: int = 0) -> list[Scores]:
         """The scores of texts of at least two tokens each, computed as wholes, without the cache, with the adapter of this number
         or none. Raises ConfigError for a text that is longer than rows may be."""
 
@@ -161,18 +161,18 @@ class Engine:
         tokens: list[int] = []
         order: list[int] = []
         rows: list[int] = []
-        last, choices = [-1] * sizes.rows, [0] * sizes.rows
+        last, adapters = [-1] * sizes.rows, [0] * sizes.rows
         for turn in turns:
             request = turn.request
             tokens += request.tokens[turn.start : turn.end]
             order += range(turn.start, turn.end)
             rows += [request.row] * (turn.end - turn.start)
-            choices[request.row] = request.adapter
+            adapters[request.row] = request.adapter
             self._write_pages(request)
             if turn.chooses:
                 last[request.row] = len(tokens) - 1
         columns = torch.tensor(tokens), torch.tensor(order), torch.tensor(rows)
-        return *columns, self._pages_RP, torch.tensor(last), torch.tensor(choices)
+        return *columns, self._pages_RP, torch.tensor(last), torch.tensor(adapters)
 
     def _write_pages(self, request: Request) -> None:
         """Bring the table of pages up to date for the row of a request; most steps change nothing there."""

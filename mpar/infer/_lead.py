@@ -38,12 +38,12 @@ class _Line:
         dist.broadcast(self._head, 0, self._group)
 
     def send_step(
-        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, choices_R: Tensor
+        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, adapters_R: Tensor
     ) -> None:
         """Call `Runner.step` with these."""
         rows, count = self.sizes.rows, len(tokens_T)
         table_3T = torch.stack([tokens_T, order_T, rows_T])
-        self._head[2 : 2 + 2 * rows] = torch.cat([last_R, choices_R])
+        self._head[2 : 2 + 2 * rows] = torch.cat([last_R, adapters_R])
         self._head[2 + 2 * rows : -3 * rows] = pages_RP.flatten()
         if count <= rows:
             self._head[-3 * rows :].view(3, rows)[:, :count] = table_3T
@@ -64,11 +64,11 @@ class _Line:
     def receive_step(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The arguments of a step with so many tokens."""
         rows = self.sizes.rows
-        last_R, choices_R = self._head[2 : 2 + 2 * rows].long().view(2, rows)
+        last_R, adapters_R = self._head[2 : 2 + 2 * rows].long().view(2, rows)
         pages_RP = self._head[2 + 2 * rows : -3 * rows].view(rows, -1).long()
         first_3R = self._head[-3 * rows :].view(3, rows)
         table = self.receive_rest(3 * count).view(3, count) if count > rows else first_3R[:, :count].long()
-        return table[0], table[1], table[2], pages_RP, last_R, choices_R
+        return table[0], table[1], table[2], pages_RP, last_R, adapters_R
 
     def receive_rest(self, count: int) -> Tensor:
         """So many whole numbers."""
@@ -83,24 +83,24 @@ class Leader:
     def __init__(self, runner: Runner) -> None:
         self.runner, self._line = runner, _Line(runner.sizes)
         self.sizes, self.shares_pages, self.vocab_size = runner.sizes, runner.shares_pages, runner.vocab_size
-        self.adapters = runner.adapters
+        self.adapters: Sequence[str] = runner.adapters
 
     def step(
-        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, choices_R: Tensor
+        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, adapters_R: Tensor
     ) -> Tensor:
         """See `Runner`."""
-        self._line.send_step(tokens_T, order_T, rows_T, pages_RP, last_R, choices_R)
-        return self.runner.step(tokens_T, order_T, rows_T, pages_RP, last_R, choices_R)
+        self._line.send_step(tokens_T, order_T, rows_T, pages_RP, last_R, adapters_R)
+        return self.runner.step(tokens_T, order_T, rows_T, pages_RP, last_R, adapters_R)
 
-    def scores(self, texts: Sequence[Tensor], num_likeliest: int, choice: int = 0) -> list[Scores]:
+    def scores(self, texts: Sequence[Tensor], num_likeliest: int, adapter: int = 0) -> list[Scores]:
         """See `Runner`."""
         longest = max(len(text) for text in texts)
         if longest > self.sizes.length + 1:  # the others would end with the error
             raise ConfigError(f"cannot score a text of {longest} tokens: at most {self.sizes.length + 1} fit here.")
         self._line.send(_SCORES, len(texts))
-        self._line.send_rest(torch.tensor([num_likeliest, choice, *(len(text) for text in texts)]))
+        self._line.send_rest(torch.tensor([num_likeliest, adapter, *(len(text) for text in texts)]))
         self._line.send_rest(torch.cat(list(texts)))
-        return self.runner.scores(texts, num_likeliest, choice)
+        return self.runner.scores(texts, num_likeliest, adapter)
 
     def prepare_next(self) -> bool:
         """See `Runner`."""
@@ -122,7 +122,7 @@ def follow(runner: Runner) -> None:
         if call == _STEP:
             runner.step(*line.receive_step(count))
         elif call == _SCORES:
-            num_likeliest, choice, *lengths = line.receive_rest(2 + count).tolist()
-            runner.scores(line.receive_rest(sum(lengths)).split(lengths), num_likeliest, choice)
+            num_likeliest, adapter, *lengths = line.receive_rest(2 + count).tolist()
+            runner.scores(line.receive_rest(sum(lengths)).split(lengths), num_likeliest, adapter)
         else:
             runner.prepare_next()

@@ -62,7 +62,7 @@ class ProgramRunner:
                 f"cannot answer with up to {sizes.length} tokens in a row: this model has learned {model.max_positions} positions"
             )
         self.model, self.sizes, self.vocab_size, self.device = model, sizes, model.vocab_size, torch.device(device)
-        self.adapters = model.choices
+        self.adapters: Sequence[str] = model.adapter_names
         self._execution = execution
         self.shares_pages = not model.sequential  # the state of a scan is in no page
         mesh, table = mesh or Mesh(tp=1), preset(strategy) if isinstance(strategy, str) else strategy
@@ -133,7 +133,7 @@ class ProgramRunner:
             self._runs = {count: self._bound(program) for count, program in self.programs.items()}
 
     def step(
-        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, choices_R: Tensor
+        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, adapters_R: Tensor
     ) -> Tensor:
         """See `Runner`."""
         sizes = self.sizes
@@ -153,13 +153,13 @@ class ProgramRunner:
             batch = {key: pad(column, (0, count - given), value=fill)[None] for key, (column, fill) in columns.items()}
         batch |= {"pages": pages_RP.reshape(sizes.groups, -1), "last": last_R.view(sizes.groups, -1)}
         if self.adapters:
-            batch["choices"] = choices_R.view(sizes.groups, -1)
+            batch["adapters"] = adapters_R.view(sizes.groups, -1)
         self.state, results = self._runs[count](self.state, {key: x.to(self.device) for key, x in batch.items()})
         return results["logits"].flatten(0, 1)
 
-    def scores(self, texts: Sequence[Tensor], num_likeliest: int, choice: int = 0) -> list[Scores]:
+    def scores(self, texts: Sequence[Tensor], num_likeliest: int, adapter: int = 0) -> list[Scores]:
         """See `Runner`."""
-        return self._scorer(self.state.leaves, texts, num_likeliest, choice)
+        return self._scorer(self.state.leaves, texts, num_likeliest, adapter)
 
 
 def _rank(mesh: Mesh) -> int:

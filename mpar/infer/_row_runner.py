@@ -28,22 +28,22 @@ class RowRunner:
     def __init__(self, model: Trainable, params: Tree, sizes: Sizes) -> None:
         self.model, self.params, self.sizes, self.vocab_size = model, params, sizes, model.vocab_size
         self._plain = cast(Model, model.plain)
-        self.adapters = model.choices
+        self.adapters: Sequence[str] = model.adapter_names
         self._params = self._all_plain()
         self._states: list[object] = [None] * sizes.rows
 
     def _all_plain(self) -> list[Tree]:
         """The parameters of the plain model without an adapter, and with each of those that rows choose from."""
-        return [self.model.plain_params(self.params, choice) for choice in range(1 + len(self.adapters))]
+        return [self.model.plain_params(self.params, adapter) for adapter in range(1 + len(self.adapters))]
 
     def step(
-        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, choices_R: Tensor
+        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, adapters_R: Tensor
     ) -> Tensor:
         """See `Runner`."""
         logits_RV = torch.zeros(self.sizes.rows, self.model.vocab_size)
         for row in rows_T.unique().tolist():
             here = rows_T == row
-            params = self._params[int(choices_R[row])]
+            params = self._params[int(adapters_R[row])]
             logits_RV[row] = self._read(params, row, tokens_T[here], first=int(order_T[here][0]) == 0)
         return logits_RV
 
@@ -58,14 +58,14 @@ class RowRunner:
         self.params = tree.unflatten(structure, [params[path].detach() for path, _ in named])
         self._params = self._all_plain()
 
-    def scores(self, texts: Sequence[Tensor], num_likeliest: int, choice: int = 0) -> list[Scores]:
+    def scores(self, texts: Sequence[Tensor], num_likeliest: int, adapter: int = 0) -> list[Scores]:
         """See `Runner`."""
         scores = []
         for text in texts:
             if len(text) > self.sizes.length + 1:
                 raise ConfigError(f"cannot score a text of {len(text)} tokens: at most {self.sizes.length + 1} fit here.")
             with torch.no_grad():
-                logits_SV = self._plain.apply(self._params[choice], text[None, :-1])[0]
+                logits_SV = self._plain.apply(self._params[adapter], text[None, :-1])[0]
             scores.append(scores_of_logits(logits_SV, text, num_likeliest))
         return scores
 

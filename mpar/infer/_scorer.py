@@ -32,10 +32,10 @@ class Scorer:
         self._runs: dict[ScoredDecoder, tuple[Program, RankRun | Replay]] = {}
 
     def __call__(
-        self, leaves: Mapping[str, Tensor], texts: Sequence[Tensor], num_likeliest: int, choice: int = 0
+        self, leaves: Mapping[str, Tensor], texts: Sequence[Tensor], num_likeliest: int, adapter: int = 0
     ) -> list[Scores]:
         """The scores of texts of at least two tokens each, with the parameters among the leaves of this rank's state, and the
-        adapter of the number `choice`; 0: none.
+        adapter of the number `adapter`; 0: none.
 
         Raises ConfigError for a text that is too long.
         """
@@ -45,7 +45,7 @@ class Scorer:
         count = min(num_likeliest, self.model.vocab_size)
         chain = ScoredDecoder(self.model, self._length_for(longest), self.groups, count)
         parts = [texts[begin : begin + self.groups] for begin in range(0, len(texts), self.groups)]
-        return [scores for part in parts for scores in self._score(chain, leaves, part, choice)]
+        return [scores for part in parts for scores in self._score(chain, leaves, part, adapter)]
 
     def _length_for(self, count: int) -> int:
         length = _SHORTEST
@@ -54,7 +54,7 @@ class Scorer:
         return min(length, self.length)
 
     def _score(
-        self, chain: ScoredDecoder, leaves: Mapping[str, Tensor], texts: Sequence[Tensor], choice: int
+        self, chain: ScoredDecoder, leaves: Mapping[str, Tensor], texts: Sequence[Tensor], adapter: int
     ) -> Iterator[Scores]:
         """The scores of at most `groups` texts, which are the rows of a batch."""
         if chain not in self._runs:
@@ -65,8 +65,8 @@ class Scorer:
         batch = {key: torch.zeros(self.groups, chain.length, dtype=torch.int64) for key in chain.batch_axes}
         for row, text in enumerate(texts):
             batch["tokens"][row, : len(text) - 1], batch["labels"][row, : len(text) - 1] = text[:-1], text[1:]
-        if "choices" in batch:
-            batch["choices"].fill_(choice)
+        if "adapters" in batch:
+            batch["adapters"].fill_(adapter)
         mine = {key: x.to(self.device) for key, x in batch_rows(program, batch, rank).items()}
         _, results = run(State({leaf.path: leaves[leaf.path] for leaf in program.part(rank).state_in}), mine)
         for row, text in enumerate(texts):

@@ -53,8 +53,8 @@ def _has_cache(mixer: object) -> bool:
 
 
 def _chosen(model: Trainable) -> tuple[str, ...]:
-    """The key of a batch that says which adapter each row has; nothing if there is no choice."""
-    return ("choices",) if model.choices else ()
+    """The key of a batch that says which adapter each row has; nothing if there are none."""
+    return ("adapters",) if model.adapter_names else ()
 
 
 def _without_data(shapes: Tree, dtype: torch.dtype) -> Tree:
@@ -84,7 +84,7 @@ class CachedDecoder(Chain):
     tokens, positions, rows (B, T): the tokens, where in its row each stands, and in which slot this row is; -1 is padding.
     pages (B, R * L):               for each slot, the numbers of its row's pages, in the order of positions.
     last (B, R):                    for each slot, the place among the tokens of the one whose logits are wanted; -1 for none.
-    choices (B, R):                 for each slot, the number of its row's adapter, 0 for none; only if the model has `choices`.
+    adapters (B, R):                for each slot, the number of its row's adapter, 0: none; only if there are `adapter_names`.
 
     Tokens of one row stand one after the other. The result is logits (B, R, vocab_size), whose rows are arbitrary where `last`
     is -1.

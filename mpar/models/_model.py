@@ -138,22 +138,22 @@ class Trainable(Chain):
         parameters of this model: so adapters and quantised weights are known to every chain that is made of `plain`."""
         return segments
 
-    def plain_params(self, params: Tree, choice: int = 0) -> Tree:
+    def plain_params(self, params: Tree, adapter: int = 0) -> Tree:
         """The parameters of `plain` that compute what `params` compute in this model; objects stand for some of the tensors, see
-        `mpar.ops.StandIn`. They are for functions that read one tree, and not for compiled programs. `choice` is the number in
-        `choices` of the adapter that is added, from 1 on; 0: none of these."""
+        `mpar.ops.StandIn`. They are for functions that read one tree, and not for compiled programs. `adapter` is the number in
+        `adapter_names` of the adapter that is added, from 1 on; 0: none of these."""
         return params
 
     @property
-    def choices(self) -> tuple[str, ...]:
-        """The names of the adapters of which each row of tokens has one, or none; empty, the default, if there is no choice."""
+    def adapter_names(self) -> tuple[str, ...]:
+        """The names of the adapters of which each row of tokens has one, or none; empty, the default, if there are none."""
         return ()
 
-    def gates(self, choices: Tensor, of_last: Tensor) -> Mapping[str, Tensor]:
-        """What segments read to give each token the adapter of its row; empty if there is no choice.
+    def gates(self, adapters: Tensor, of_last: Tensor) -> Mapping[str, Tensor]:
+        """What segments read to give each token the adapter of its row; empty if there are none.
 
-        choices (B, T): for each token the number in `choices` of its adapter, from 1 on; 0: none. of_last (B, R): the same for
-        the tokens whose logits are wanted.
+        adapters (B, T): for each token the number in `adapter_names` of its adapter, from 1 on; 0: none. of_last (B, R): the same
+        for the tokens whose logits are wanted.
         """
         return {}
 

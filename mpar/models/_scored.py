@@ -43,7 +43,7 @@ class _ScoreSegment:
 class ScoredDecoder(Chain):
     """A decoder whose results are, for each of its tokens, the log-probability of its label, which comes behind it, and the
     `num_likeliest` likeliest tokens there with their log-probabilities. A batch has rows of `length` tokens, one for each group;
-    labels of what does not count are any token. If the model has `choices`, a batch says of each token which adapter it has.
+    labels of what does not count are any token. If the model has `adapter_names`, a batch says which adapter each token has.
     """
 
     model: Trainable
@@ -78,8 +78,8 @@ class ScoredDecoder(Chain):
 
     @property
     def batch_axes(self) -> dict[str, Axes]:
-        """Tokens and labels, and choices of adapters."""
-        return dict.fromkeys((*_KEYS, *(("choices",) if self.model.choices else ())), ("batch", "seq"))
+        """Tokens and labels, and adapters."""
+        return dict.fromkeys((*_KEYS, *(("adapters",) if self.model.adapter_names else ())), ("batch", "seq"))
 
     @property
     def batch_shape(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -89,7 +89,7 @@ class ScoredDecoder(Chain):
     def context(self, batch: dict[str, Tensor], row_length: int | None = None) -> Mapping[str, Tensor]:
         """What segments read: that of the model, with the labels."""
         context = {**self.model.plain.context({"tokens": batch["tokens"]}, row_length), "labels": batch["labels"]}
-        return {**context, **self.model.gates(batch["choices"], batch["choices"])} if self.model.choices else context
+        return {**context, **self.model.gates(batch["adapters"], batch["adapters"])} if self.model.adapter_names else context
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         """One: there is no loss."""

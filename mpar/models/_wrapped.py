@@ -120,18 +120,18 @@ class WrappedModel(Trainable):
         """As `base`."""
         return self.base.over(segments)
 
-    def plain_params(self, params: Tree, choice: int = 0) -> Tree:
+    def plain_params(self, params: Tree, adapter: int = 0) -> Tree:
         """As `base`."""
-        return self.base.plain_params(params, choice)
+        return self.base.plain_params(params, adapter)
 
     @property
-    def choices(self) -> tuple[str, ...]:
+    def adapter_names(self) -> tuple[str, ...]:
         """As `base`."""
-        return self.base.choices
+        return self.base.adapter_names
 
-    def gates(self, choices: Tensor, of_last: Tensor) -> Mapping[str, Tensor]:
+    def gates(self, adapters: Tensor, of_last: Tensor) -> Mapping[str, Tensor]:
         """As `base`."""
-        return self.base.gates(choices, of_last)
+        return self.base.gates(adapters, of_last)
 
     def without_multi_token(self) -> Trainable:
         """The same model of `base` without the layer that learns further tokens."""

@@ -143,13 +143,13 @@ class QuantisedModel(WrappedModel):
         """The segments, which dequantise what they use."""
         return tuple(map(self._segment, self.base.over(segments)))
 
-    def plain_params(self, params: Tree, choice: int = 0) -> Tree:
+    def plain_params(self, params: Tree, adapter: int = 0) -> Tree:
         """The parameters of `plain`, in which objects stand for quantised weights."""
         like = self.base.abstract_params
         for path, layout in self.layouts.items():
             weight = QuantisedWeight(tree.get(params, path), layout, tree.get(like, path).dtype)
             params = tree.replace(params, path, weight)
-        return self.base.plain_params(params, choice)
+        return self.base.plain_params(params, adapter)
 
     def _segment(self, segment: Segment) -> Segment:
         weights = tuple(

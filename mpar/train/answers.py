@@ -38,26 +38,26 @@ def load_assistant(
     mesh: Mesh | None = None,
     strategy: Strategy | str = "tp",
     adapter: str | None = None,
-    choices: Mapping[str, str] | None = None,
+    by_name: Mapping[str, str] | None = None,
 ) -> tuple[Model, Assistant]:
     """The model in an HF `folder`, and an assistant that answers with it up to `rows` requests at the same time.
 
     A prompt and its answer may have as many tokens as the model can take, or 8,192. Weights that are quantised stay so. `group`:
     how the model was made, if the folder alone does not tell because it is a plug-in's. adapter: a folder of PEFT, whose adapter
-    the programs compute beside the weights. choices: such folders by the names of their adapters, of which each request has one
+    the programs compute beside the weights. by_name: such folders by the names of their adapters, of which each request has one
     or none; ConfigError if both are given, or as `adapters.bank_of`.
     mesh, strategy: with several ranks, where parameters are; every process of torch.distributed reads its own. If they are in
     groups, there are as many more rows as make all groups equal.
     """
     mesh = mesh or Mesh(tp=1)
-    if adapter is not None and choices:
+    if adapter is not None and by_name:
         raise ConfigError(
-            f"cannot add the adapter {adapter} to all answers and choose among {', '.join(choices)} for each: a model has the "
+            f"cannot add the adapter {adapter} to all answers and choose among {', '.join(by_name)} for each: a model has the "
             "one or the others.\nGive all of them as adapters=, or merge the first into the model."
         )
     plain = _plain(folder, group, dtype)
-    model = _with_adapters(plain, folder, adapter, choices or {})
-    with _reading(model, plain, folder, adapter, choices or {}) as read:
+    model = _with_adapters(plain, folder, adapter, by_name or {})
+    with _reading(model, plain, folder, adapter, by_name or {}) as read:
         params = models.read_params(model, read, *((mesh, strategy) if mesh.size > 1 else ()))
     length = min(_LENGTH, model.max_positions or _LENGTH)
     groups = num_groups(mesh, strategy)
@@ -92,19 +92,19 @@ def _plain(folder: Path, group: ModelConfig | None, dtype: torch.dtype) -> Model
     return model
 
 
-def _with_adapters(plain: Model, folder: Path, adapter: str | None, choices: Mapping[str, str]) -> Trainable:
+def _with_adapters(plain: Model, folder: Path, adapter: str | None, by_name: Mapping[str, str]) -> Trainable:
     """The model with an adapter, or with adapters to choose from, and quantised weights if the folder has them."""
     model: Trainable = plain
     if adapter is not None:
         model = adapters.add(model, adapters.read_lora(adapter))
-    elif choices:
-        model = adapters.bank_of(model, {name: adapters.read_lora(path) for name, path in choices.items()})
+    elif by_name:
+        model = adapters.bank_of(model, {name: adapters.read_lora(path) for name, path in by_name.items()})
     return quantised_as(model, folder) if is_quantised_folder(folder) else model
 
 
 @contextmanager
 def _reading(
-    model: Trainable, plain: Model, folder: Path, adapter: str | None, choices: Mapping[str, str]
+    model: Trainable, plain: Model, folder: Path, adapter: str | None, by_name: Mapping[str, str]
 ) -> Iterator[Read]:
     """What gives the leaves of the model: those of adapters from their folders, all others from the folder of the weights."""
     adapted, made = adapted_part(model), quantised_part(model)
@@ -116,7 +116,7 @@ def _reading(
             source = stack.enter_context(HfReader(plain, folder)).read_leaf
         reader: adapters.AdapterReader | adapters.BankReader | None = None
         if isinstance(adapted, adapters.AdapterBank):
-            reader = stack.enter_context(adapters.BankReader(adapted, choices))
+            reader = stack.enter_context(adapters.BankReader(adapted, by_name))
         elif adapted is not None and adapter is not None:
             reader = stack.enter_context(adapters.AdapterReader(adapted, adapter))
         owned = frozenset(reader.paths) if reader is not None else frozenset()

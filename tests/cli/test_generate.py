@@ -64,7 +64,7 @@ def adapter_folders(folder, tmp_path_factory):
 
 def chosen(folders) -> str:
     """The argument that offers adapters."""
-    return "adapters={" + ",".join(f"'{name}': '{path}'" for name, path in folders.items()) + "}"
+    return "adapters={" + ",".join(f"{name}: '{path}'" for name, path in folders.items()) + "}"
 
 
 def test_each_prompt_names_its_adapter(capsys, folder, adapter_folders, tmp_path):

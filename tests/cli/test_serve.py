@@ -14,10 +14,10 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-import torch
 
-from mpar import models
 from mpar.cli.main import main
+from mpar.infer import Sampling
+from mpar.train.answers import load_assistant
 from tests.cli.conftest import environment
 from tests.cli.test_generate import adapter_folders, chosen, folder
 
@@ -83,12 +83,13 @@ def test_adapters_on_two_ranks(folder, adapter_folders):
 
         found = dict(zip(["base", *folders] * 2, pool.map(ask, ["base", *folders] * 2), strict=True))
     for name, (text, scores) in found.items():
-        model, params = models.from_hf(merged.get(name, folder))
-        tokens = torch.tensor([list(text.encode())])
-        logprobs_SV = model.apply(params, tokens)[0].log_softmax(-1)
-        assert scores == pytest.approx([float(logprobs_SV[i, tokens[0, i + 1]]) for i in range(4)], abs=1e-5)
-        given = [int(x) for x in logprobs_SV[4:-1].argmax(-1)]
-        assert bytes(given) == text.encode()[5:]
+        _, assistant = load_assistant(merged.get(name, folder))
+        answer = assistant.continue_text("hello", Sampling(max_tokens=9))
+        list(assistant.run())
+        assert text == "hello" + answer.text
+        expected = [chosen.logprob for chosen in assistant.score(list(b"hello"))[1:]]
+        assert scores == pytest.approx(expected, abs=1e-5)
+        assistant.tokenizer.close()
     assert len({text for text, _ in found.values()}) == 3
 
 

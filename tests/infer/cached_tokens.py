@@ -36,14 +36,14 @@ class CachedTokens:
         self.cache = torch.full((sizes.groups, sizes.pages, sizes.page_size), -1)
 
     def step(
-        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, choices_R: Tensor
+        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, adapters_R: Tensor
     ) -> Tensor:
         """See `Runner`."""
         size, groups_T = self.sizes.page_size, rows_T // self.sizes.group_rows
         assert groups_T.bincount().max() <= self.sizes.tokens
         pages_T = pages_RP[rows_T, order_T // size]
         assert (pages_T != SPARE_PAGE).all()
-        self.cache[groups_T, pages_T, order_T % size] = _kept(tokens_T, choices_R[rows_T])
+        self.cache[groups_T, pages_T, order_T % size] = _kept(tokens_T, adapters_R[rows_T])
         logits_RV = torch.zeros(self.sizes.rows, VOCABULARY)
         for row, last in enumerate(last_R.tolist()):
             if last >= 0:
@@ -55,10 +55,10 @@ class CachedTokens:
         """See `Runner`."""
         return False
 
-    def scores(self, texts: Sequence[Tensor], num_likeliest: int, choice: int = 0) -> list[Scores]:
+    def scores(self, texts: Sequence[Tensor], num_likeliest: int, adapter: int = 0) -> list[Scores]:
         """See `Runner`."""
-        return [self._score(text, num_likeliest, choice) for text in texts]
+        return [self._score(text, num_likeliest, adapter) for text in texts]
 
-    def _score(self, text: Tensor, num_likeliest: int, choice: int) -> Scores:
-        expected = torch.tensor([next_token(text[: n + 1].tolist(), choice) for n in range(len(text) - 1)])
+    def _score(self, text: Tensor, num_likeliest: int, adapter: int) -> Scores:
+        expected = torch.tensor([next_token(text[: n + 1].tolist(), adapter) for n in range(len(text) - 1)])
         return scores_of_logits(torch.nn.functional.one_hot(expected, VOCABULARY).float(), text, num_likeliest)

@@ -12,6 +12,7 @@ from mpar.errors import CheckpointError, ConfigError
 from mpar.infer import Engine, RowRunner, Sampling, Sizes
 from mpar.infer.compile import ProgramRunner, compile_decode
 from mpar.models import CacheSizes
+from mpar.quantised import quantise
 from mpar.strategy import preset
 from tests.infer.banks import LORAS, bank_params, merged_params
 from tests.infer.simulated_runner import SimulatedRunner
@@ -68,7 +69,7 @@ def answers(runner, asked, count=5):
 
 def mixed(bank):
     """Each prompt with one of the adapters, or without."""
-    names = [None, *bank.choices]
+    names = [None, *bank.adapter_names]
     return [(prompt, names[index % len(names)]) for index, prompt in enumerate(PROMPTS)]
 
 
@@ -76,7 +77,7 @@ def compare(bank, params, runner, tolerance):
     """What the runner of the bank answers to all at once is what the whole forward of merged models gives in float64."""
     found, _ = answers(runner, mixed(bank))
     wide = tree.map_leaves(lambda leaf: leaf.double(), params)
-    merged = {name: merged_params(bank, wide, name) for name in (None, *bank.choices)}
+    merged = {name: merged_params(bank, wide, name) for name in (None, *bank.adapter_names)}
     model = bank.base.with_dtype(torch.float64)
     for (prompt, name), (answer, logits_SV) in zip(mixed(bank), found, strict=True):
         expected_SV = model.apply(merged[name], torch.tensor([[*prompt, *answer[:-1]]]))[0, len(prompt) - 1 :]
@@ -111,11 +112,11 @@ def test_adapters_of_other_rows_add_nothing():
     runner = ProgramRunner(bank, bank_params(bank, params), SIZES)
     pages, none = torch.arange(1, 37).view(4, 9).repeat(1, 2)[:, :10], torch.full((4,), -1)
 
-    def step(choices, tokens):
+    def step(adapters_R, tokens):
         last = none.clone()
         last[0] = 0
         rows = torch.arange(len(tokens))
-        args = torch.tensor(tokens), torch.zeros_like(rows), rows, pages, last, torch.tensor(choices)
+        args = torch.tensor(tokens), torch.zeros_like(rows), rows, pages, last, torch.tensor(adapters_R)
         return runner.step(*args)[0]
 
     for own in (0, 1, 3):
@@ -135,7 +136,7 @@ def test_preemption_and_common_beginnings():
     """With too few pages for all, and with prompts that others have read, every request still has its own adapter."""
     _, params, bank = make("llama")
     runner = ProgramRunner(bank, bank_params(bank, params), dataclasses.replace(SIZES, pages=12))
-    asked = [([4] * 9, name) for name in (None, *bank.choices)] * 2
+    asked = [([4] * 9, name) for name in (None, *bank.adapter_names)] * 2
     found, engine = answers(runner, asked, count=9)
     assert engine.scheduler.num_preempted
     again = [engine.add(prompt, Sampling(max_tokens=1), adapter=name) for prompt, name in asked[:4]]
@@ -144,7 +145,7 @@ def test_preemption_and_common_beginnings():
     alone = [answers(runner, [each], count=9)[0][0] for each in asked]
     for (answer, logits), (expected, expected_logits) in zip(found, alone, strict=True):
         assert answer == expected and (logits - expected_logits).abs().max() < 1e-11
-    assert len({tuple(answer) for answer, _ in found}) == len(bank.choices) + 1
+    assert len({tuple(answer) for answer, _ in found}) == len(bank.adapter_names) + 1
     assert all(request.answer == expected[:1] for request, (expected, _) in zip(again, alone, strict=False))
 
 
@@ -157,12 +158,27 @@ def test_row_by_row(kind):
     compare(bank, params, runner, 1e-5)  # it gives logits in float32
     by_programs = ProgramRunner(bank, made, SIZES)
     text = torch.tensor(PROMPTS[2])
-    for number, name in enumerate((None, *bank.choices)):
+    for number, name in enumerate((None, *bank.adapter_names)):
         logits_SV = bank.base.apply(merged_params(bank, params, name), text[None, :-1])[0]
         expected_S = logits_SV.log_softmax(-1).gather(1, text[1:, None])[:, 0]
         for each in (runner, by_programs):
             (scores,) = each.scores([text], 1, number)
             assert (scores.logprobs_S - expected_S).abs().max() < 1e-5
+
+
+def test_a_quantised_base():
+    """Adapters are chosen beside a base of 8-bit codes, which programs and whole forwards dequantise alike."""
+    _, params, bank = make("llama", torch.float32)
+    model = quantise(bank, "int8")
+    made = model.quantise_params(bank_params(bank, params))
+    found, _ = answers(ProgramRunner(model, made, SIZES), mixed(bank))
+    for (prompt, name), (answer, logits_SV) in zip(mixed(bank), found, strict=True):
+        number = 0 if name is None else 1 + bank.adapter_names.index(name)
+        tokens = torch.tensor([[*prompt, *answer[:-1]]])
+        expected_SV = model.plain.apply(model.plain_params(made, number), tokens)[0, len(prompt) - 1 :]
+        assert (logits_SV.log_softmax(-1) - expected_SV.log_softmax(-1)).abs().max() < 1e-4
+        assert answer == expected_SV.argmax(-1).tolist()
+    assert len({tuple(answer) for answer, _ in found}) > 3
 
 
 def sent(model, axes, strategy, groups):

@@ -54,7 +54,7 @@ def test_models_have_their_parent(client):
 def test_answers_of_several_models_at_once(bank, client):
     """Twelve clients of three models: each text, and each score of a prompt, is that of the model with its adapter merged."""
     expected = {}
-    for name, adapter in zip(NAMES, (None, *bank[0].choices), strict=True):
+    for name, adapter in zip(NAMES, (None, *bank[0].adapter_names), strict=True):
         runner = RowRunner(bank[0].base, merged_params(*bank, adapter), SIZES)
         assistant = Assistant(runner, byte_tokenizer())
         answers = {text: assistant.continue_text(text, Sampling(max_tokens=8)) for text in TEXTS}
