@@ -112,35 +112,64 @@ class _Block:
     teacher_TV: Tensor
 
 
+@dataclass(frozen=True)
 class _Chunks:
-    """The logits of a chunk of tokens at a time, block by block, in buffers that all chunks share."""
+    """The logits of a chunk of tokens at a time, block by block, in two buffers that all chunks share.
 
-    def __init__(self, x, head, y, other, *, temperature, vocab_size, start, chunk, **_) -> None:
-        self.x_TD, self.y_TE = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
-        self.head, self.other, self.temperature = head.contiguous(), other.contiguous(), temperature
-        self.num_tokens, self.num_columns = self.x_TD.shape[0], head.shape[1]
-        self.width = min(max(vocab_size - start, 0), self.num_columns)
-        self.start, self.chunk = start, min(chunk, self.num_tokens)
-        self.wide = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
-        self.buffers = [a.new_empty(self.chunk, self.num_columns) for a in (x, y)]
-        self.rows_of_block = max(1, _BLOCK // self.num_columns)
+    operands: features and matrix of the student, then of the teacher; tokens are the rows of features.
+    wide:     the dtype of what is computed of logits. width: how many columns are tokens, not padding. start: the first one.
+    block:    how many tokens are in a block.
+    """
+
+    operands: tuple[tuple[Tensor, Tensor], ...]
+    buffers: tuple[Tensor, ...]
+    wide: torch.dtype
+    width: int
+    start: int
+    block: int
+    temperature: float
+
+    @classmethod
+    def of(cls, x, head, y, other, *, temperature, vocab_size, start, chunk, **_) -> "_Chunks":
+        """For operands of a primitive, and its parameters."""
+        x_TD, y_TE, num_columns = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]), head.shape[1]
+        return cls(
+            ((x_TD, head.contiguous()), (y_TE, other.contiguous())),
+            tuple(a.new_empty(min(chunk, x_TD.shape[0]), num_columns) for a in (x, y)),
+            torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32),
+            min(max(vocab_size - start, 0), num_columns),
+            start,
+            max(1, _BLOCK // num_columns),
+            temperature,
+        )
+
+    @property
+    def x_TD(self) -> Tensor:
+        """The features of the student."""
+        return self.operands[0][0]
+
+    @property
+    def head(self) -> Tensor:
+        """The matrix of the student, contiguous."""
+        return self.operands[0][1]
 
     def empty(self, *more: int) -> Tensor:
         """A value of each token."""
-        return torch.empty((self.num_tokens, *more), dtype=self.wide, device=self.x_TD.device)
+        return torch.empty((self.x_TD.shape[0], *more), dtype=self.wide, device=self.x_TD.device)
 
     def tiles(self) -> Iterator[slice]:
         """The tokens of each chunk, whose logits are in the buffers then."""
-        for first in range(0, self.num_tokens, max(1, self.chunk)):
-            tokens = slice(first, min(first + self.chunk, self.num_tokens))
-            for a_TD, matrix, buffer in ((self.x_TD, self.head, 0), (self.y_TE, self.other, 1)):
-                torch.mm(a_TD[tokens], matrix, out=self.buffers[buffer][: tokens.stop - first])
+        num_tokens, chunk = self.x_TD.shape[0], self.buffers[0].shape[0]
+        for first in range(0, num_tokens, max(1, chunk)):
+            tokens = slice(first, min(first + chunk, num_tokens))
+            for (a_TD, matrix), buffer in zip(self.operands, self.buffers, strict=True):
+                torch.mm(a_TD[tokens], matrix, out=buffer[: tokens.stop - first])
             yield tokens
 
     def blocks(self, tile: slice) -> Iterator[_Block]:
         """The blocks of a chunk."""
-        for first in range(0, tile.stop - tile.start, self.rows_of_block):
-            rows = slice(first, min(first + self.rows_of_block, tile.stop - tile.start))
+        for first in range(0, tile.stop - tile.start, self.block):
+            rows = slice(first, min(first + self.block, tile.stop - tile.start))
             student, teacher = (self._scaled(buffer[rows, : self.width]) for buffer in self.buffers)
             yield _Block(slice(tile.start + rows.start, tile.start + rows.stop), rows, student, teacher)
 
@@ -184,7 +213,7 @@ def _logit_gradients(student_TV: Tensor, teacher_TV: Tensor, slope_T1: Tensor, b
 
 @linear_divergence_p.def_impl
 def _impl(x, head, y, other, **params):
-    chunks = _Chunks(x, head, y, other, **params)
+    chunks = _Chunks.of(x, head, y, other, **params)
     divergence, agreement, lse, other_lse, slope = found = [chunks.empty() for _ in range(5)]
     for tile in chunks.tiles():
         for block in chunks.blocks(tile):
@@ -198,7 +227,7 @@ def _impl(x, head, y, other, **params):
 
 @linear_divergence_stats_p.def_impl
 def _impl_stats(x, head, y, other, **params):
-    chunks = _Chunks(x, head, y, other, **params)
+    chunks = _Chunks.of(x, head, y, other, **params)
     lse, peak, best = found = [chunks.empty(2) for _ in range(3)]
     if not chunks.width:
         lse.fill_(-torch.inf), peak.fill_(-torch.inf), best.fill_(-torch.inf)
@@ -214,7 +243,7 @@ def _impl_stats(x, head, y, other, **params):
 
 @linear_divergence_terms_p.def_impl
 def _impl_terms(x, head, y, other, lse, other_lse, **params):
-    chunks = _Chunks(x, head, y, other, **params)
+    chunks = _Chunks.of(x, head, y, other, **params)
     divergence, slope = chunks.empty(), chunks.empty()
     lse_T1, other_lse_T1 = lse.reshape(-1, 1), other_lse.reshape(-1, 1)
     for tile in chunks.tiles():
@@ -239,7 +268,7 @@ def linear_divergence_x_bwd_p(x, head, y, other, lse, other_lse, slope, ddiverge
 
 def _pull_back(x, head, y, other, lse, other_lse, slope, ddivergence, params, dhead: Tensor | None = None) -> Tensor:
     """dx; the gradient of the head is added to `dhead`."""
-    chunks = _Chunks(x, head, y, other, **params)
+    chunks = _Chunks.of(x, head, y, other, **params)
     dx_TD = torch.zeros(chunks.x_TD.shape, dtype=x.dtype, device=x.device)
     if ddivergence is None:
         return dx_TD.view(x.shape)

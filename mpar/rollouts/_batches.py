@@ -1,5 +1,6 @@
 """Batches of rollouts: what training reads, made of answers that the policy gives as training goes on."""
 
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -40,9 +41,8 @@ class RolloutBatches(Batches):
     def __init__(self, prompts: DocumentBatches, plan: RolloutPlan, *, rewards: str) -> None:
         self.plan, self._rewards = plan, rewards
         self.shape, self.seed, self.shuffle = plan.shape, prompts.seed, prompts.shuffle
-        most = plan.max_prompt_tokens
-        self.questions = Prompts(prompts.documents, seed=self.seed, shuffle=self.shuffle, max_tokens=most)
-        self.prompts = self.questions.usable_of(prompts)
+        usable = Prompts(prompts.documents, seed=self.seed, shuffle=self.shuffle, max_tokens=plan.max_prompt_tokens)
+        self.prompts = usable.usable_of(prompts)
         self.pad_id, self.report = prompts.pad_id, self.prompts.report
         self._drawing: Drawing | None = None
         self._folder: Path | None = None
@@ -51,6 +51,11 @@ class RolloutBatches(Batches):
     def draw_with(self, drawing: Drawing, folder: Path) -> None:
         """Draw with these from now on, and keep rollouts in `folder`."""
         self._drawing, self._folder = drawing, folder
+
+    @functools.cached_property
+    def questions(self) -> Prompts:
+        """The prompts, without those that are too long, in the order in which they are answered."""
+        return Prompts(self.prompts.documents, seed=self.seed, shuffle=self.shuffle)
 
     @property
     def data_fingerprint(self) -> str:
