@@ -3,6 +3,7 @@ optimizer state. Data, tensor and sequence parallelism and ZeRO-0..3 are rows of
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -201,7 +202,7 @@ class Strategy:
         if problems:
             raise ShardingError(
                 f"strategy {self.name!r} cannot place the model:\n  "
-                + "\n  ".join(problems)
+                + "\n  ".join(_once_for_all_layers(problems))
                 + f"\nmesh: {mesh}\n"
                 + "Change the mesh's sizes, the batch or the sequence length, or map the logical axis elsewhere in the strategy."
             )
@@ -242,6 +243,15 @@ def dim_sizes(shapes: Tree, axes: Tree) -> dict[str, int]:
     leaves = zip(tree.leaves(shapes), tree.leaves(axes, is_leaf=is_axes), strict=True)
     sizes = {name: size for leaf, logical in leaves for size, name in zip(leaf.shape, logical, strict=True) if name}
     return sizes | {f"attend_{name}": sizes[name] for name in ("heads", "kv_heads") if name in sizes}
+
+
+def _once_for_all_layers(problems: Sequence[str]) -> list[str]:
+    """The problems, in which one that parameters of several layers have is there once, with `*` for the number of the layer."""
+    alike: dict[str, list[str]] = {}
+    for problem in problems:
+        path, bracket, text = problem.partition(" (")
+        alike.setdefault(re.sub(r"\.\d+\.", ".*.", path, count=1) + bracket + text, []).append(problem)
+    return [found[0] if len(found) == 1 else f"{problem}, in {len(found)} layers" for problem, found in alike.items()]
 
 
 def _is_rest(axis: str, mesh: Mesh) -> bool:

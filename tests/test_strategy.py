@@ -71,6 +71,18 @@ def test_what_does_not_divide_is_listed_at_once():
         assert words in str(error.value)
 
 
+def test_what_all_layers_have_is_said_once():
+    """A parameter of every layer that does not divide is one line with the number of layers; others keep their lines."""
+    layer = {"w": torch.empty(6, 8, device="meta")}
+    shapes = {"layers": (layer, layer, layer), "b": torch.empty(10, device="meta")}
+    axes = {"layers": ({"w": GATE},) * 3, "b": ("embed",)}
+    with pytest.raises(ShardingError) as error:
+        preset("zero3").check(Mesh(fsdp=4), shapes, axes, {})
+    lines = str(error.value).splitlines()[1:-2]
+    assert [line.split(" by ")[0] for line in lines] == ["  parameter layers.*.w (6, 8)", "  parameter b (10,)"]
+    assert lines[0].endswith("does not divide, in 3 layers")
+
+
 def test_unknown_names():
     """The message has the list of what there is."""
     with pytest.raises(UnknownNameError, match="zero3_tp_sp"):

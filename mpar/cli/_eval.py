@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from mpar.cli._answering import AnswerKeys, answer_problems, answering
@@ -15,7 +14,7 @@ from mpar.cli._compose import compose_config
 from mpar.cli._later import later
 from mpar.cli._local_model import local_folder
 from mpar.cli._model_folder import model_folder
-from mpar.cli._screen import CountProgress, say, say_aside
+from mpar.cli._screen import CountProgress, print_table, say, say_aside
 from mpar.cli._switches import answer_switches
 from mpar.errors import ConfigError, DataError
 from mpar.files import MAX_JSON_BYTES, Unreadable, read_json
@@ -165,5 +164,4 @@ def _show(results: Mapping[str, Mapping]) -> None:
                 rows.setdefault((name, measure), {})[model] = f"{values['value']:.3f}{error}"
     for (name, measure), cells in rows.items():
         table.add_row(name, measure, *(cells.get(model, "-") for model in results))
-    console = Console(width=None if Console().is_terminal else 10_000, highlight=False)
-    console.print(table)
+    print_table(table)

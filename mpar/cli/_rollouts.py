@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from mpar.cli._later import later
-from mpar.cli._screen import say
+from mpar.cli._screen import print_table, say
 from mpar.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def _list(files: Sequence[Path], held_out: Sequence[Path], picture: Path | None)
     table = Table(*names, box=None, header_style="bold")
     for row in rows:
         table.add_row(*(f"{row[name]:.4g}" if name in row else "-" for name in names))
-    Console(soft_wrap=True).print(table)
+    print_table(table)
     if picture is not None:
         say(str(later("mpar.train.curve").draw_rewards(rows, picture, picture.stem, [_numbers(path) for path in held_out])))
 
@@ -119,7 +118,7 @@ def _show(file: "RolloutFile", asked: argparse.Namespace) -> None:
         texts = [_text(text, full=asked.full) for text in (rollout.prompt, rollout.answer)]
         facts = [str(len(rollout.answer_ids)), rollout.finish, *rewards, _number(rollout.reward), f"{rollout.advantage:+.3g}"]
         table.add_row(f"{rollout.group}.{rollout.choice}", *texts, *facts)
-    Console().print(table)
+    print_table(table)
     say(f"{min(len(kept), asked.rows)} of {len(kept)} that pass, of {len(file.rollouts)} answers")
 
 

@@ -21,6 +21,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 from rich.text import Text
 
 from mpar.errors import MparError
@@ -38,6 +39,7 @@ __all__ = [
     "encode_everything",
     "fitted",
     "give_output_up",
+    "print_table",
     "say",
     "say_aside",
     "show_error",
@@ -45,6 +47,7 @@ __all__ = [
 ]
 
 _BAR = 20  # characters of the bar on a terminal
+_ANY_WIDTH = 10_000  # characters of a line
 
 
 def encode_everything() -> None:
@@ -57,6 +60,11 @@ def encode_everything() -> None:
 def give_output_up() -> None:
     """After nobody reads stdout any more: what is still printed goes nowhere, also when Python ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_table(table: Table) -> None:
+    """Print a table on stdout, in the width of the terminal; elsewhere lines are as long as they need, and no cell is cut."""
+    Console(width=None if Console().is_terminal else _ANY_WIDTH, highlight=False).print(table)
 
 
 def say(text: str) -> None:

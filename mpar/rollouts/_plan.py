@@ -1,5 +1,6 @@
 """The plan of rollouts: how many answers are drawn at a time, how they lie in batches, and how often each is learned from."""
 
+import math
 from dataclasses import dataclass, field
 
 from mpar.data import BatchShape
@@ -55,7 +56,7 @@ class RolloutPlan:
             problems.append(
                 f"{self.num_answers} answers are drawn at a time (num_batches={self.num_batches} of batch_size="
                 f"{self.shape.batch_size} rows with {self.answers_per_row} each), which are no full groups of "
-                f"group_size={self.group_size}"
+                f"group_size={self.group_size}: take a batch of {self._full_batch} rows, or another group_size"
             )
         if problems:
             raise ConfigError("cannot draw answers:\n  " + "\n  ".join(problems))
@@ -73,6 +74,11 @@ class RolloutPlan:
     def num_answers(self) -> int:
         """How many answers are drawn at a time."""
         return self.num_batches * self.shape.batch_size * self.answers_per_row
+
+    @property
+    def _full_batch(self) -> int:
+        """The fewest rows from the batch size on, in multiples of it, whose answers are full groups."""
+        return self.shape.batch_size * self.group_size // math.gcd(self.num_answers, self.group_size)
 
     @property
     def num_groups(self) -> int:

@@ -35,6 +35,7 @@ def test_a_line_for_each_drawing_and_a_picture(run, capsys):
     """Mean rewards are those of the files; the picture is one."""
     assert main(["rollouts", "list", str(run), "--picture", str(run / "reward.png")]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert {"number", "step", "without_reward", "reward_std", "reward/even"} <= set(lines[0].split())
     for line, path in zip(lines[1:3], list_rollouts(run / "rollouts"), strict=True):
         numbers = read_rollouts(path).header.numbers
         assert f"{numbers['reward']:.4g}" in line.split()

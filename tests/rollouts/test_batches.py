@@ -181,5 +181,5 @@ def test_sizes_that_do_not_fit_are_all_named():
     """A row must have room for the longest answer, and groups must be full."""
     with pytest.raises(ConfigError, match=r"group_size=1: the answers .*\n.*seq_len=23 positions.*may take 26"):
         plan(group_size=1, max_tokens=23)
-    with pytest.raises(ConfigError, match=r"12 answers are drawn at a time .*no full groups of group_size=5"):
+    with pytest.raises(ConfigError, match=r"12 answers are drawn .*no full groups of group_size=5: take a batch of 10 rows"):
         plan(group_size=5)
