@@ -30,6 +30,10 @@ __all__ = [
 _PARAMS = {"ignore_index": "int", "vocab_size": "int", "start": "int", "label_smoothing": "float"}
 cross_entropy_p = Primitive("cross_entropy", "logits, labels -> loss, lse", **_PARAMS)
 cross_entropy_stats_p = Primitive("cross_entropy_stats", "logits, labels -> lse, target", **_PARAMS)
+cross_entropy_grad_p = Primitive("cross_entropy_grad", "logits, labels, dloss -> loss, lse, dlogits", **_PARAMS)
+"""Losses and gradient in one op, which exponentiates the logits only once and writes the gradient over them: for known cotangents
+`dloss`, and no cotangents of `lse`."""
+cross_entropy_grad_p.mutates = ("logits",)
 
 BLOCK = 1 << 19
 """Elements of a block of rows: few enough to stay in a cache while they are read twice, enough to hide the cost of a call."""
@@ -111,15 +115,36 @@ def _abstract(logits, labels, *, ignore_index, vocab_size, start, label_smoothin
     return loss, lse
 
 
+@cross_entropy_grad_p.def_abstract
+def _abstract_grad(logits, labels, dloss, **params):
+    loss, lse = _abstract(logits, labels, **params)
+    if dloss.shape != labels.shape:
+        shapes = f"dloss {tuple(dloss.shape)} and labels {tuple(labels.shape)}"
+        raise ShapeError(f"cross_entropy_grad: {shapes} must have the same shape")
+    if not logits.is_contiguous():
+        strides = f"logits {tuple(logits.shape)} have the strides {logits.stride()}"
+        raise ShapeError(f"cross_entropy_grad: {strides}: only contiguous ones can be overwritten; use cross_entropy")
+    return loss, lse, torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
 def _blocks(num_rows: int, num_columns: int) -> list[slice]:
     size = max(1, BLOCK // num_columns)
     return [slice(first, first + size) for first in range(0, num_rows, size)]
 
 
 def row_statistics(
-    logits_TV: Tensor, labels_T: Tensor, *, ignore_index: int, vocab_size: int, start: int, label_smoothing: float
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    *,
+    ignore_index: int,
+    vocab_size: int,
+    start: int,
+    label_smoothing: float,
+    p_TV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(lse, target, loss)` of each row, float32 or wider, from the columns [start, start + V) that are below `vocab_size`.
+
+    The softmax of these columns is written to `p_TV`, if it is given; there must be no label smoothing then.
 
     `target` is what these columns contribute to the logit of the target: the logit of the label, or 0 if it is in another column;
     with label smoothing also a share of all logits. It is 0 if the label is ignored, NaN if it is invalid. `loss` is valid only
@@ -136,16 +161,22 @@ def row_statistics(
     for rows in _blocks(*logits_TV.shape):
         block = logits_TV[rows, :width].to(wide)
         # torch's softmax kernels exponentiate twice as fast as exp() does
-        logp_block = torch.log_softmax(block, 1)
-        torch.gather(logp_block, 1, column[rows], out=logp[rows].unsqueeze(1))
         if label_smoothing:
+            logp_block = torch.log_softmax(block, 1)
+            torch.gather(logp_block, 1, column[rows], out=logp[rows].unsqueeze(1))
             torch.sum(block, 1, out=sum_x[rows])
             torch.sum(logp_block, 1, out=sum_logp[rows])
+        else:
+            p_block = torch.softmax(block, 1, out=None if p_TV is None else p_TV[rows])
+            torch.gather(p_block, 1, column[rows], out=logp[rows].unsqueeze(1))
+    logp = logp if label_smoothing else logp.log_()
     target = logits_TV.gather(1, column).squeeze(1).to(wide)
     lse = target - logp
     unlikely = ~(logp > -32.0)  # for these labels target - logp would lose digits, or be inf - inf
     if bool(unlikely.any()):
-        lse[unlikely] = torch.logsumexp(logits_TV[unlikely, :width].to(wide), 1)
+        few = logits_TV[unlikely, :width].to(wide)
+        lse[unlikely] = torch.logsumexp(few, 1)
+        logp[unlikely] = torch.log_softmax(few, 1).gather(1, column[unlikely]).squeeze(1)  # p may be too small for its dtype
     target = target.masked_fill_((local < 0) | (local >= width), 0.0)
     if label_smoothing:
         share = label_smoothing / vocab_size
@@ -187,8 +218,11 @@ def row_gradients(
     start: int,
     label_smoothing: float,
     out: Tensor,
+    p_TV: Tensor | None = None,
 ) -> Tensor:
     """`softmax * (dloss + dlse) - target * dloss`, written to `out`, which may be `logits_TV`; ignored tokens have dloss 0.
+
+    `p_TV` is the softmax, if it is known already: as `row_statistics` writes it.
 
     The target is one-hot. With label smoothing e it is 1 - e at the label, plus e / vocab_size in every column.
     """
@@ -197,9 +231,12 @@ def row_gradients(
     dloss_T = dloss_T.masked_fill(labels_T == ignore_index, 0.0)
     scale_T1 = (dloss_T if dlse_T is None else dloss_T + dlse_T).unsqueeze(1)
     all_columns = start == 0 and vocab_size <= num_columns  # then torch.softmax can be used, which is faster than exp()
-    direct = all_columns and width == num_columns and not label_smoothing
+    direct = _is_direct(num_columns, start, vocab_size, label_smoothing)
     share_T1 = (dloss_T * (label_smoothing / vocab_size)).unsqueeze(1)
     for rows in _blocks(*logits_TV.shape):
+        if p_TV is not None:
+            torch.mul(p_TV[rows], scale_T1[rows], out=out[rows])
+            continue
         if direct:
             torch.softmax(logits_TV[rows], 1, out=out[rows])
             out[rows].mul_(scale_T1[rows])
@@ -215,6 +252,28 @@ def row_gradients(
     local = labels_T.long() - start
     onehot = dloss_T.masked_fill((local < 0) | (local >= width), 0.0).mul_(label_smoothing - 1).to(out.dtype)
     return out.scatter_add_(1, local.clamp(0, num_columns - 1).unsqueeze(1), onehot.unsqueeze(1))
+
+
+def _is_direct(num_columns: int, start: int, vocab_size: int, label_smoothing: float) -> bool:
+    """Whether the gradient of a row is its softmax, scaled, but for the column of the label."""
+    return start == 0 and vocab_size == num_columns and not label_smoothing
+
+
+@cross_entropy_grad_p.def_impl
+def _impl_grad(logits, labels, dloss, **params):
+    logits_TV, labels_T, dloss_T = logits.view(-1, logits.shape[-1]), labels.flatten(), dloss.flatten()
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    loss_T, lse_T = (torch.empty(labels_T.shape, dtype=wide, device=logits.device) for _ in range(2))
+    others = {key: value for key, value in params.items() if key != "ignore_index"}
+    shares = logits.dtype == wide and _is_direct(logits.shape[-1], **others)
+    blocks = _blocks(*logits_TV.shape)
+    memory_TV = torch.empty_like(logits_TV[blocks[0]]) if shares and blocks else None
+    for rows in blocks:
+        block_TV = logits_TV[rows]
+        p_TV = None if memory_TV is None else memory_TV[: block_TV.shape[0]]
+        loss_T[rows], lse_T[rows] = row_losses(block_TV, labels_T[rows], **params, p_TV=p_TV)
+        row_gradients(block_TV, labels_T[rows], lse_T[rows], dloss_T[rows], None, **params, out=block_TV, p_TV=p_TV)
+    return loss_T.view(labels.shape), lse_T.view(labels.shape), logits
 
 
 @cross_entropy_p.def_impl
@@ -286,6 +345,10 @@ for _primitive in (cross_entropy_p, cross_entropy_stats_p):
     _primitive.def_sharding("... v, ... -> ..., ...", need_replication="v")
     _primitive.def_batching_leading()
     _primitive.def_cost(lambda logits, labels, **_: _cost(logits, labels, flops=4, passes=1))
+cross_entropy_grad_p.asks_host = True
+cross_entropy_grad_p.def_sharding("... v, ..., ... -> ..., ..., ... v", need_replication="v")
+cross_entropy_grad_p.def_batching_leading()
+cross_entropy_grad_p.def_cost(lambda logits, labels, dloss, **_: _cost(logits, labels, flops=7, passes=2))
 cross_entropy_p.bwd.def_sharding("... v, ..., ..., ..., ... -> ... v")
 cross_entropy_p.bwd.def_batching_leading()
 cross_entropy_p.bwd.def_cost(lambda logits, labels, *_, **__: _cost(logits, labels, flops=5, passes=2))

@@ -94,6 +94,33 @@ def test_fusion(fn, make_tensor):
         assert torch.equal(actual, expected)
 
 
+def value_and_gradient(logits, labels, read):
+    """The loss of logits that an op makes and their gradient; `read` reads the logits once more, or not."""
+    made = logits * 2
+    loss, pull_back = torch.func.vjp(lambda made: ops.cross_entropy(made, labels)[0], made)
+    return loss, pull_back(torch.ones_like(loss))[0], *read(made)
+
+
+OTHER_READERS = {"none": lambda made: (), "one": lambda made: (made + 1,), "a view": lambda made: (made.view(-1),)}
+
+
+@pytest.mark.parametrize("kernels", [Kernels(), SM_90], ids=["torch", "sm_90"])
+@pytest.mark.parametrize("reader", OTHER_READERS)
+def test_gradient_of_a_loss_is_written_over_logits_that_nothing_else_reads(reader, kernels, make_tensor):
+    """Only there, and only without kernels of the two ops; results keep their bits, and the peak is lower by the gradient."""
+    operands = make_tensor((2, 4, D)), torch.arange(8).view(2, 4)
+    fn = lambda logits, labels: value_and_gradient(logits, labels, OTHER_READERS[reader])  # noqa: E731
+    abstract = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in operands]
+    code = compile_function("loss", fn, abstract, Target(Mesh(), {}, RecomputePolicy(), kernels), [P()] * 2)
+    joined = reader == "none" and kernels is not SM_90
+    assert ("cross_entropy_grad" in code.kind.source) == joined
+    nbytes = operands[0].nbytes
+    assert sum(size == nbytes for size in code.kind.memory.sizes) == (2 if joined else 3 + (reader == "one"))
+    results = load("loss", code.kind.source, code.kind.constants, torch.device("cpu"))([x.clone() for x in operands], ALONE)
+    for actual, expected in zip(results, fn(*operands), strict=True):
+        assert torch.equal(actual, expected)
+
+
 def test_nothing_is_fused_without_its_kernel():
     """In float64, or where torch's ops were asked for, the parts stay."""
     for kernels, dtype in (

@@ -5,7 +5,8 @@ import torch
 
 from mpar import Mesh, P, jit, ops, testing, value_and_grad
 from mpar.errors import ConfigError, DtypeError, ShapeError
-from mpar.ops._cross_entropy import cross_entropy_p
+from mpar.ops import _cross_entropy
+from mpar.ops._cross_entropy import cross_entropy_grad_p, cross_entropy_p
 from mpar.ops._linear_cross_entropy import (
     linear_cross_entropy_grad_p,
     linear_cross_entropy_p,
@@ -155,6 +156,23 @@ def test_one_pass_gives_the_bits_of_two(chunk, dtype, make_tensor):
     assert torch.equal(dx, expected[2])
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("vocab_size", [12, 10])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_gradient_over_the_logits_has_the_bits_of_two_ops(dtype, vocab_size, smoothing, make_tensor, monkeypatch):
+    """Loss and gradient in one op, block by block, have the bits of the forward and the backward; the gradient is the logits."""
+    monkeypatch.setattr(_cross_entropy, "BLOCK", 40)  # blocks of 3 rows, the last of one
+    logits, dloss = make_tensor((2, 5, 12), dtype) * 3, make_tensor((2, 5), torch.promote_types(dtype, torch.float32))
+    logits[1, 1, 8] = -1e4  # the probability of this label is 0 in any dtype
+    params = {"ignore_index": -100, "vocab_size": vocab_size, "start": 0, "label_smoothing": smoothing}
+    loss, lse = cross_entropy_p.bind(logits, LABELS, **params)
+    dlogits = cross_entropy_p.bwd.bind(logits, LABELS, lse, dloss, None, **params)
+    results = cross_entropy_grad_p.bind(logits, LABELS, dloss, **params)
+    for actual, wanted in zip(results, (loss, lse, dlogits), strict=True):
+        assert torch.equal(actual, wanted)
+    assert results[2].data_ptr() == logits.data_ptr() and float(loss[1, 1]) > 8e3
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 10, 1024])
 def test_linear_form_equals_logits_first(chunk, make_tensor):
     """Whatever the chunk, values and gradients are those of cross_entropy of the product."""
@@ -259,5 +277,11 @@ def test_wrong_operands_are_refused(make_tensor):
         with pytest.raises(ConfigError, match="z_loss is"):
             ops.cross_entropy(logits, LABELS, z_loss=bad)
     params = {"ignore_index": -100, "vocab_size": 12, "start": 0, "label_smoothing": 0.0, "chunk": 4}
+    with pytest.raises(ShapeError, match="cross_entropy_grad: dloss \\(5,\\)"):
+        cross_entropy_grad_p.bind(logits, LABELS, torch.ones(5), **{k: v for k, v in params.items() if k != "chunk"})
+    with pytest.raises(ShapeError, match="only contiguous ones can be overwritten"):
+        cross_entropy_grad_p.bind(
+            logits.mT.contiguous().mT, LABELS, torch.ones(2, 5), **{k: v for k, v in params.items() if k != "chunk"}
+        )
     with pytest.raises(ShapeError, match="dloss \\(5,\\)"):
         linear_cross_entropy_grad_p.bind(x, head, LABELS, torch.ones(5), **params)

@@ -106,6 +106,7 @@ def _calls(x):
         _widen.widen_p.bind(x(2, 3), dtype=torch.float64),
         ops.cross_entropy(x(2, 3, 7), LABELS)[0],
         *_cross_entropy.cross_entropy_stats_p.bind(x(2, 3, 7).detach(), LABELS, **params),
+        *_cross_entropy.cross_entropy_grad_p.bind(x(2, 3, 7).detach(), LABELS, torch.ones(2, 3), **params),
         ops.linear_cross_entropy(hidden, head, LABELS)[0],
         *_linear_cross_entropy.linear_cross_entropy_stats_p.bind(hidden.detach(), head.detach(), LABELS, **params, chunk=4),
         *_linear_cross_entropy.linear_cross_entropy_grad_p.bind(

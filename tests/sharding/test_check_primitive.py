@@ -91,6 +91,7 @@ def losses():
     return [
         ops.cross_entropy(logits, labels),
         _cross_entropy.cross_entropy_stats_p.bind(logits.detach(), labels, **PARAMS),
+        _cross_entropy.cross_entropy_grad_p.bind(logits.detach().clone(), labels, weights, **PARAMS),
         ops.linear_cross_entropy(hidden, head, labels),
         _linear_cross_entropy.linear_cross_entropy_stats_p.bind(*chunked, **PARAMS, chunk=4),
         _linear_cross_entropy.linear_cross_entropy_grad_p.bind(*chunked, weights, **PARAMS, chunk=4),

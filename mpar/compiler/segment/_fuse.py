@@ -13,7 +13,7 @@ from torch import fx
 
 from mpar.compiler.segment._reuse import is_last_reader, is_sole_user
 from mpar.kernels import REFERENCE, Kernels, choose
-from mpar.ops import PRIMITIVES, Primitive
+from mpar.ops import PRIMITIVES, Primitive, primitive_of
 from mpar.sharding import erase_dead_nodes
 
 __all__ = ["fuse"]
@@ -21,9 +21,10 @@ __all__ = ["fuse"]
 rms_norm_p, add_rms_norm_p, add_rms_norm_bwd_p = (PRIMITIVES[name] for name in ("rms_norm", "add_rms_norm", "add_rms_norm_bwd"))
 layer_norm_p, add_layer_norm_p = PRIMITIVES["layer_norm"], PRIMITIVES["add_layer_norm"]
 add_layer_norm_bwd_p = PRIMITIVES["add_layer_norm_bwd"]
-loss_p = PRIMITIVES["linear_cross_entropy"]
+LOSSES = {PRIMITIVES[name].op for name in ("cross_entropy", "linear_cross_entropy")}
 LOSS_GRADIENTS = {
-    PRIMITIVES[f"linear_cross_entropy{which}_bwd"]: PRIMITIVES[f"linear_cross_entropy{which}_grad"] for which in ("", "_x")
+    PRIMITIVES[f"{name}_bwd"]: PRIMITIVES[f"{name}_grad"]
+    for name in ("cross_entropy", "linear_cross_entropy", "linear_cross_entropy_x")
 }
 """By the gradient of a loss: what gives the loss too. `_x`: without the gradient of a head that is frozen."""
 rope_p, rope_many_p = PRIMITIVES["rope"], PRIMITIVES["rope_many"]
@@ -147,30 +148,43 @@ def _join_ropes(graph: fx.Graph, kernels: Kernels) -> int:
 
 
 def _join_loss(graph: fx.Graph, kernels: Kernels, gradient: fx.Node, joined: Primitive) -> bool:
-    """Join a loss and its gradients, so that the logits are computed once for both; this pays even without a kernel.
+    """Join a loss and its gradients, so that the logits are computed once for both, which pays even without a kernel. Where they
+    are an operand, they are exponentiated once, and the gradient is written over them.
 
     before:  %loss, %lse = linear_cross_entropy(%x, %w, %l); %dx, %dw = linear_cross_entropy_bwd(%x, %w, %l, %lse, %d)
     after:   %loss, %lse, %dx, %dw = linear_cross_entropy_grad(%x, %w, %l, %d)
     """
-    x, head, labels, lse, dloss, dlse = gradient.args
+    *operands, lse, dloss, dlse = gradient.args
     loss = lse.args[0] if isinstance(lse, fx.Node) and lse.target is operator.getitem else None
     if dlse is not None or dloss is None or not isinstance(loss, fx.Node):
         return False
-    if loss.target != loss_p.op or loss.args != (x, head, labels) or loss.kwargs != gradient.kwargs:
+    if loss.target not in LOSSES or list(loss.args) != operands or loss.kwargs != gradient.kwargs:
         return False
     if loss in _reaching(dloss):
+        return False
+    if joined.mutates and not _may_overwrite(graph, kernels, loss, gradient):
         return False
     only = len(joined.results) == 3  # the gradient of x is the one result of the node, which nothing takes it out of
     gradients = {2: gradient} if only else {2 + node.args[1]: node for node in gradient.users}
     old_results = {node.args[1]: node for node in loss.users} | gradients
     like = [old_results.get(i) for i in range(len(joined.results))]
-    results = _call(graph, gradient, joined, (x, head, labels, dloss), gradient.kwargs, like)
+    values = [*loss.meta["val"], operands[0].meta["val"]] if joined.mutates else None
+    results = _call(graph, gradient, joined, (*operands, dloss), gradient.kwargs, like, values)
     for i, old in old_results.items():
         old.replace_all_uses_with(results[i])
     for node in dict.fromkeys((*reversed(old_results.values()), gradient, loss)):
         graph.erase_node(node)
     _sink(graph, results[0].args[0])
     return True
+
+
+def _may_overwrite(graph: fx.Graph, kernels: Kernels, loss: fx.Node, gradient: fx.Node) -> bool:
+    """Whether the gradient of a loss may be written over its logits by torch's ops: nothing else reads them, nor do kernels."""
+    logits, primitive = loss.args[0], primitive_of(gradient.target)
+    if not isinstance(logits, fx.Node) or logits.op != "call_function" or {*logits.users} != {loss, gradient}:
+        return False
+    assert primitive is not None
+    return is_sole_user(graph, logits) and not _has_kernel(kernels, primitive, gradient.args, gradient.kwargs)
 
 
 def _reaching(node: fx.Node) -> set[fx.Node]:

@@ -44,7 +44,8 @@ def measure(graph: fx.Graph, workspace: Callable[[fx.Node], int], *, all_rows_co
         num_known, ragged_factor = len(sizes), node.meta.get("ragged", 1) if all_rows_come else 1
         reused = _reused(node, held)
         if reused is not None:
-            numbers |= dict(zip((storage_key(v) for v in _tensors(node.meta["val"])), reused, strict=True))
+            keys = [storage_key(v) for v in _tensors(node.meta["val"])]
+            numbers |= dict(zip(keys[len(keys) - len(reused) :], reused, strict=True))
         held[node] = _storages(node.meta["val"], number)
         if inside := held_inside(node):  # made and dropped while the node runs
             last_reader[number(node, inside)] = index
@@ -71,7 +72,7 @@ def _storages(value: Any, number: Any) -> tuple[int, ...]:
 
 
 def _reused(node: fx.Node, held: dict[fx.Node, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The storages of the results of an op that writes them over its operands; None for any other op."""
+    """The storages of the last results of an op that writes them over its operands; None for any other op."""
     primitive = primitive_of(node.target)
     if primitive is None or not primitive.mutates:
         return None

@@ -60,8 +60,8 @@ class Primitive:
     types in torch's schema language (`eps="float"`). In a rank graph an `int` parameter may be a value that is known only at run
     time (the offset of a shard), so implementations must not specialise on it.
 
-    `mutates` names the operands that the implementation overwrites. `asks_host` says that the implementation reads data on the
-    host.
+    `mutates` names the operands that the implementation overwrites, the first of them with its last results. `asks_host` says
+    that the implementation reads data on the host.
     """
 
     def __init__(self, name: str, signature: str, **params: str) -> None:
