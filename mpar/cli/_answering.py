@@ -30,6 +30,7 @@ _LOOK_S = 0.05
 _END_S = 5.0  # for ranks that were dismissed
 _REASON_S = 2.0  # an error may reach rank 0 before the end of the process that is its reason
 _DTYPES = ("float32", "bfloat16", "float16")
+_EXECUTIONS = ("eager", "inductor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +52,22 @@ class AnswerKeys:
     rows: int = key("the most answers that are made at the same time", default=16, at_least=1)
     adapter: AdapterFolder = key("an adapter that is added to the weights", default_factory=AdapterFolder)  # noqa: RUF009 (a field)
     dtype: str = key("float32, bfloat16 or float16: of the weights and of what is computed", default="float32")
+    execution: str = key(
+        "eager: run the generated code; inductor: compile it first with torch.compile, which takes a minute and a C++ compiler",
+        default="eager",
+    )
     mesh: MeshConfig
     strategy: StrategyConfig
 
 
 def answer_problems(config: AnswerKeys) -> list[str]:
     """What is wrong with these keys."""
-    return [] if config.dtype in _DTYPES else [f"dtype={config.dtype}: choose float32, bfloat16 or float16"]
+    choices = {"dtype": _DTYPES, "execution": _EXECUTIONS}
+    return [
+        f"{name}={getattr(config, name)}: choose {', '.join(known[:-1])} or {known[-1]}"
+        for name, known in choices.items()
+        if getattr(config, name) not in known
+    ]
 
 
 @contextlib.contextmanager
@@ -148,4 +158,5 @@ def load(config: AnswerKeys, folder: Path) -> tuple["Model", "Assistant"]:
         adapter=config.adapter.path,
         mesh=mesh,
         strategy=strategy,
+        execution=config.execution,
     )

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from mpar import control
-from mpar.kernels import REFERENCE, implementation
+from mpar.kernels import implementation
 from mpar.ops import PRIMITIVES
-from mpar.runtime._inductor import compiled, opaque
+from mpar.runtime._inductor import compiled, for_inductor
 from mpar.runtime.comm import Comm
 
 __all__ = ["Code", "load"]
@@ -33,11 +33,11 @@ def load(
     """The function that generated source defines. `primitives` replaces the implementations that it calls by others, by name."""
     if primitives is None:
         called = [name for name in PRIMITIVES if f"[{name!r}" in source]
-        primitives = {name: opaque(name, REFERENCE) if inductor else implementation(name) for name in called}
+        primitives = {name: for_inductor(name) if inductor else implementation(name) for name in called}
     names: dict[str, object] = {
         "torch": torch,
         "PRIMITIVES": primitives,
-        "KERNELS": _Kernels(primitives, device, opaque if inductor else implementation),
+        "KERNELS": _Kernels(primitives, device, for_inductor if inductor else implementation),
         "CONTROL": {fn.__name__: torch.compiler.disable(fn) if inductor else fn for fn in CONTROL},
         "CONSTANTS": {key: value.to(device) for key, value in constants.items()},
         "DEVICE": device,
@@ -48,7 +48,7 @@ def load(
     }
     exec(compile(source, f"<segment {name}>", "exec"), names)
     run = cast(Code, names["run"])
-    return compiled(source, run) if inductor else run
+    return compiled(run) if inductor else run
 
 
 def _to_host(x: Tensor) -> Tensor:

@@ -37,12 +37,13 @@ def load_assistant(
     mesh: Mesh | None = None,
     strategy: Strategy | str = "tp",
     adapter: str | None = None,
+    execution: str = "eager",
 ) -> tuple[Model, Assistant]:
     """The model in an HF `folder`, and an assistant that answers with it up to `rows` requests at the same time.
 
     A prompt and its answer may have as many tokens as the model can take, or 8,192. Weights that are quantised stay so. `group`:
     how the model was made, if the folder alone does not tell because it is a plug-in's. adapter: a folder of PEFT, whose adapter
-    the programs compute beside the weights.
+    the programs compute beside the weights. execution: "eager" or "inductor", as `Program.bind` says.
     mesh, strategy: with several ranks, where parameters are; every process of torch.distributed reads its own. If they are in
     groups, there are as many more rows as make all groups equal.
     """
@@ -64,7 +65,7 @@ def load_assistant(
         page_size=_PAGE_SIZE,
         groups=groups,
     )
-    runner = make_runner(model, params, sizes, mesh, strategy)
+    runner = make_runner(model, params, sizes, mesh, strategy, execution=execution)
     return plain, Assistant(runner, Tokenizer.from_folder(folder), end_ids(plain))
 
 
