@@ -6,22 +6,23 @@ rule. An op that overwrites operands tells Inductor which.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 
 from mpar.kernels import REFERENCE, implementation
 from mpar.ops import PRIMITIVES, Primitive
 from mpar.runtime.comm import Comm
+from mpar.torch_private import inductor_compile, pytree, split_graph
 
-__all__ = ["compiled", "for_inductor"]
+__all__ = ["apart", "compiled", "for_inductor"]
 
 Code = Callable[[list[Tensor], Comm], tuple[Tensor, ...]]
-_FLAT = """def flat(comm, *operands):
-    return run(list(operands), comm)
-"""
 _LIBRARY = torch.library.Library("mpar_kernels", "DEF")
 
 
@@ -80,15 +81,126 @@ def _results_of(call: Callable[..., None], primitive: Primitive) -> Callable[...
     return with_results
 
 
-def compiled(run: Code) -> Code:
-    """`run` compiled by Inductor when it is first called. Its operands are not freed before it returns."""
-    names: dict[str, Any] = {"run": run}
-    exec(_FLAT, names)  # a code object of its own: torch counts how often one is compiled, and then gives it up
-    function = torch.compile(names["flat"], dynamic=False)
+class _Call:
+    """A function that is called between parts of a graph that are compiled."""
 
-    def call(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
-        operands = tuple(args)
-        args.clear()
-        return function(comm, *operands)
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.__name__, self.function = name, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def apart(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which is not compiled where Inductor compiles code that calls it. Functions among its arguments get tensors."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        proxies = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Proxy)]
+        if not proxies:
+            return function(*args, **kwargs)
+        return proxies[0].tracer.create_proxy("call_function", _Call(name, functools.partial(function, **kwargs)), args, {})
 
     return call
+
+
+class _Apart:
+    """Communication, each call of which is apart from what is compiled."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._comm, name)
+        return apart(name, found) if callable(found) else found
+
+
+class _Recorder(fx.proxy.GraphAppendingTracer):
+    """Writes down what code calls; tensors that it has itself become constants of `root`."""
+
+    def __init__(self, graph: fx.Graph, root: torch.nn.Module) -> None:
+        super().__init__(graph)
+        self.root = root
+
+    def create_arg(self, a: Any) -> Any:
+        if not isinstance(a, Tensor):
+            return super().create_arg(a)
+        name = f"constant{len(list(self.root.buffers()))}"
+        self.root.register_buffer(name, a)
+        return self.graph.get_attr(name)
+
+
+class _Recording(TorchFunctionMode):
+    """In this context a recorder writes down ops that have no operands, such as those that make zeros, like all others."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return self.recorder.create_proxy("call_function", func, args, dict(kwargs or {}))
+
+
+def compiled(run: Code, plain: Code) -> Code:
+    """`run` compiled by Inductor when it is first called. Its operands are not freed before it returns.
+
+    `plain` does the same, and is called in its place if an operand is more than a tensor, such as a `PackedMatrix`.
+    """
+    functions: dict[tuple[tuple[int, ...], ...], Callable[..., tuple[Tensor, ...]]] = {}
+
+    def call(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
+        key = tuple([x.stride() for x in args])  # shapes and dtypes are those of the program
+        if key not in functions:
+            if not all(type(x) in (Tensor, Parameter) for x in args):
+                return plain(args, comm)
+            functions[key] = _compile(run, args, comm)
+        operands = tuple(args)
+        args.clear()
+        return functions[key](*operands)
+
+    return call
+
+
+def _compile(run: Code, operands: Sequence[Tensor], comm: Comm) -> Callable[..., tuple[Tensor, ...]]:
+    """A function of operands like these. What code does between two calls that are apart is compiled as one."""
+    root = torch.nn.Module()
+    graph = fx.Graph(root)
+    recorder = _Recorder(graph, root)
+    proxies: list[Any] = [fx.Proxy(graph.placeholder(f"x{i}"), recorder) for i in range(len(operands))]
+    with _Recording(recorder):
+        results = run(proxies, cast(Comm, _Apart(comm)))
+    graph.output(recorder.create_arg(results))
+    whole, part_of = fx.GraphModule(root, graph), _parts(graph)
+    if not any(number % 2 for number in part_of.values()):
+        return inductor_compile(whole, operands)
+    split = split_graph(whole, lambda node: part_of[node.name])
+    for name, part in list(split.named_children()):
+        if not int(name.removeprefix("submod_")) % 2:
+            setattr(split, name, _WhenCalled(part))
+    return cast(Callable[..., tuple[Tensor, ...]], split)
+
+
+def _parts(graph: fx.Graph) -> dict[str, int]:
+    """The number of the part of each node by its name; calls that are apart, and the items of their results, are in odd ones."""
+    number, found, are_apart = 0, {}, set()
+    for node in graph.nodes:
+        if isinstance(node.target, _Call) or (node.target is operator.getitem and node.args[0] in are_apart):
+            are_apart.add(node)
+        number += (node in are_apart) != bool(number % 2)
+        found[node.name] = number
+    return found
+
+
+class _WhenCalled(torch.nn.Module):
+    """A part of a graph, which is compiled when it is first called."""
+
+    def __init__(self, part: torch.nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.function: Callable[..., tuple[Tensor, ...]] | None = None
+
+    def forward(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        if self.function is None:
+            self.function = inductor_compile(self.part, operands)
+        return self.function(*operands)
