@@ -7,6 +7,7 @@ rule. An op that overwrites operands tells Inductor which.
 
 import functools
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -31,16 +32,16 @@ def for_inductor(primitive: str, name: str = REFERENCE) -> Callable[..., object]
     """What code that Inductor compiles calls for the implementation `name` of `primitive`: a torch op of its own."""
     declared, op, run = PRIMITIVES[primitive], f"{primitive}_{name}", implementation(primitive, name)
     schema = str(declared.op._schema).removeprefix(f"mpar::{primitive}")
-    call = functools.partial(getattr, torch.ops.mpar_kernels, op)
-    if name == REFERENCE and not declared.opaque:
+    namespace = torch.ops.mpar_kernels
+    if name == REFERENCE and not (declared.opaque or declared.asks_host):
         _LIBRARY.define(f"{op}{schema}")
         _LIBRARY.impl(op, run, "CompositeImplicitAutograd")  # torch traces what it calls
-        return call().default
+        return getattr(namespace, op).default
     if not declared.mutates:
         _define_opaque(op, schema, run, declared.abstract)
-        return call().default
+        return getattr(namespace, op).default
     _define_opaque(op, _overwriting(schema, declared), _without_results(run), lambda *_, **__: None)
-    return _results_of(call().default, declared)
+    return _results_of(getattr(namespace, op).default, declared)
 
 
 def _define_opaque(op: str, schema: str, run: Callable[..., object], abstract: Callable[..., object] | None) -> None:
@@ -54,9 +55,7 @@ def _overwriting(schema: str, primitive: Primitive) -> str:
     """The schema of an op that overwrites the operands that `primitive` overwrites, and returns nothing."""
     operands, _ = schema.split(" -> ")
     for index, name in enumerate(primitive.mutates):
-        for kind in ("Tensor", "Tensor[]"):
-            overwritten = kind.replace("Tensor", f"Tensor(a{index}!)")
-            operands = operands.replace(f"({kind} {name}", f"({overwritten} {name}").replace(f", {kind} {name}", f", {overwritten} {name}")
+        operands = re.sub(rf"Tensor(?=(\[\])? {name}[,)])", f"Tensor(a{index}!)", operands)
     return f"{operands} -> ()"
 
 

@@ -61,8 +61,8 @@ class Primitive:
     time (the offset of a shard), so implementations must not specialise on it.
 
     `mutates` names the operands that the implementation overwrites, first those that are its results. `asks_host` says that the
-    implementation reads data on the host. Where Inductor compiles code, it calls implementations that are `opaque` as they are,
-    and traces others; those that ask the host are opaque.
+    implementation reads data on the host. `opaque` says that code which Inductor compiles calls the implementation as it is, as
+    it does where the host is asked, because it cannot be traced, or uses less memory or time than what Inductor would make of it.
     """
 
     def __init__(self, name: str, signature: str, **params: str) -> None:
@@ -77,7 +77,7 @@ class Primitive:
         self.placement = Placement()
         self.mutates: tuple[str, ...] = ()
         self.asks_host = False
-        self.is_opaque = False
+        self.opaque = False
         try:
             _LIBRARY.define(f"{name}{self.signature.schema}")
         except RuntimeError as error:
@@ -93,11 +93,6 @@ class Primitive:
 
     def __repr__(self) -> str:
         return f"Primitive({self.name})"
-
-    @property
-    def opaque(self) -> bool:
-        """Whether Inductor does not look into the implementation: it cannot, or fusing would gain nothing."""
-        return self.is_opaque or self.asks_host
 
     @property
     def operands(self) -> tuple[str, ...]:
