@@ -26,6 +26,7 @@ __all__ = [
     "functorch_transforms_active",
     "fused_adamw_",
     "grouped_mm",
+    "has_cpp_compiler",
     "inductor_compile",
     "is_functional",
     "last_autograd_node",
@@ -107,6 +108,16 @@ def onednn_pack(matrix: torch.Tensor) -> torch.Tensor:
 def onednn_linear(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """The product of rows (R, inner) with a matrix that was packed, (R, columns)."""
     return torch.ops.mkldnn._linear_pointwise.default(rows, blocks, None, "none", [], "")
+
+
+def has_cpp_compiler() -> bool:
+    """Whether Inductor finds the C++ compiler that it needs for a CPU: the one that CXX names, or g++."""
+    builder: Any = importlib.import_module("torch._inductor.cpp_builder")
+    try:
+        builder.get_cpp_compiler()
+    except RuntimeError:
+        return False
+    return True
 
 
 def inductor_compile(graph: torch.nn.Module, operands: Sequence[torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:

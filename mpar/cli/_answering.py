@@ -17,6 +17,7 @@ from mpar.cli._later import later
 from mpar.cli._launch import RankFailure
 from mpar.cli._model_folder import model_of_run
 from mpar.cli._ranks import Ranks
+from mpar.cli._screen import say_aside
 from mpar.errors import MparError, ProgramError
 from mpar.train import MeshConfig, StrategyConfig, key
 
@@ -80,6 +81,8 @@ def answering(
     Raises RankFailure when the work failed because of that, or the MparError that a rank has raised. No rank is left in any case.
     """
     size = math.prod(asdict(config.mesh).values())
+    if config.execution == "inductor":
+        say_aside("execution=inductor: programs are compiled when they are first needed, for seconds to a minute; this is kept")
     if size == 1:
         yield load(config, folder)
         return

@@ -81,6 +81,13 @@ def test_impossible_executions_are_refused(program):
         program.bind(execution="cuda_graph")
 
 
+def test_inductor_needs_a_compiler(program, monkeypatch):
+    """Without one the error says so before anything runs, and what to do."""
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+    with pytest.raises(ConfigError, match=r"there is no C\+\+ compiler.*Install g\+\+.*execution='eager'"):
+        program.bind(execution="inductor")
+
+
 def test_a_step_that_offloads_is_not_recorded(make_model):
     """Copies to the host go to other addresses in each step."""
     offload = replace(policy("full"), offload=True)
