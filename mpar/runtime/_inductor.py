@@ -146,10 +146,10 @@ def compiled(run: Code, plain: Code) -> Code:
 
     `plain` does the same, and is called in its place if an operand is more than a tensor, such as a `PackedMatrix`.
     """
-    functions: dict[tuple[tuple[int, ...], ...], Callable[..., tuple[Tensor, ...]]] = {}
+    functions: dict[tuple[object, ...], Callable[..., tuple[Tensor, ...]]] = {}
 
     def call(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
-        key = tuple([x.stride() for x in args])  # shapes and dtypes are those of the program
+        key = (id(comm), *[x.stride() for x in args])  # shapes and dtypes are those of the program
         if key not in functions:
             if not all(type(x) in (Tensor, Parameter) for x in args):
                 return plain(args, comm)
