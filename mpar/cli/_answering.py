@@ -54,7 +54,7 @@ class AnswerKeys:
     adapter: AdapterFolder = key("an adapter that is added to the weights", default_factory=AdapterFolder)  # noqa: RUF009 (a field)
     dtype: str = key("float32, bfloat16 or float16: of the weights and of what is computed", default="float32")
     execution: str = key(
-        "eager: run the generated code; inductor: compile it first with torch.compile, which takes a minute and a C++ compiler",
+        "eager: run the generated code; inductor: compile it with torch's Inductor, which takes a while and needs a C++ compiler",
         default="eager",
     )
     mesh: MeshConfig

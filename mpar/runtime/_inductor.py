@@ -1,8 +1,9 @@
-"""Inductor: torch.compile compiles the code of a segment further, and fuses its operations, also with those of references.
+"""Inductor: torch's compiler takes the code of a segment, and fuses its operations, also with those of references.
 
-A reference is traced: what it computes becomes part of the graph of the segment. Every other implementation, and a reference that
-says so, stays opaque: the code calls it as a torch op of its own, and Inductor knows the shapes of its results from the abstract
-rule. An op that overwrites operands tells Inductor which.
+The code is recorded as a graph, and shapes are those of the program, so nothing is checked at a call but where operands lie. Calls
+of communication and of control flow stay between the parts that are compiled. A primitive is a torch op of its own. If that is a
+reference, torch traces what it calls. Other implementations, and references that are opaque or read data on the host, are called
+as they are: the shapes of their results follow from the abstract rule, and an op that overwrites operands says which.
 """
 
 import functools
