@@ -1,7 +1,7 @@
 """Inductor: torch's compiler takes the code of a segment, and fuses its operations, also with those of references.
 
-The code is recorded as a graph, and shapes are those of the program, so nothing is checked at a call but where operands lie. Calls
-of communication and of control flow stay between the parts that are compiled. A primitive is a torch op of its own. If that is a
+The code is recorded as a graph, and shapes are those of the program, so nothing is checked at a call but strides. Calls of
+communication and of control flow stay between the parts that are compiled. A primitive is a torch op of its own. If that is a
 reference, torch traces what it calls. Other implementations, and references that are opaque or read data on the host, are called
 as they are: the shapes of their results follow from the abstract rule, and an op that overwrites operands says which.
 """
