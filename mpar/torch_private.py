@@ -6,7 +6,7 @@ Names that only the compiler needs are loaded when first used, so that a worker 
 import contextlib
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ __all__ = [
     "functorch_transforms_active",
     "fused_adamw_",
     "grouped_mm",
+    "has_cpp_compiler",
+    "inductor_compile",
     "is_functional",
     "last_autograd_node",
     "map_tensors",
@@ -38,6 +40,7 @@ __all__ = [
     "overload_of",
     "pytree",
     "quiet_errors",
+    "split_graph",
     "storage_key",
     "traced_value",
     "unwrap_if_dead",
@@ -105,6 +108,31 @@ def onednn_pack(matrix: torch.Tensor) -> torch.Tensor:
 def onednn_linear(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """The product of rows (R, inner) with a matrix that was packed, (R, columns)."""
     return torch.ops.mkldnn._linear_pointwise.default(rows, blocks, None, "none", [], "")
+
+
+def has_cpp_compiler() -> bool:
+    """Whether Inductor finds the C++ compiler that it needs for a CPU: the one that CXX names, or g++."""
+    builder: Any = importlib.import_module("torch._inductor.cpp_builder")
+    try:
+        builder.get_cpp_compiler()
+    except RuntimeError:
+        return False
+    return True
+
+
+def inductor_compile(graph: torch.nn.Module, operands: Sequence[torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """A graph of torch's ops as a function that Inductor has compiled for operands with the shapes, strides and dtypes of these.
+
+    The graph may overwrite its operands. The function checks strides, and nothing else of what it is given.
+    """
+    compiler: Any = importlib.import_module("torch._inductor")
+    return compiler.standalone_compile(graph, list(operands), dynamic_shapes="from_example_inputs")
+
+
+def split_graph(graph: Any, part_of: Callable[[Any], int]) -> Any:
+    """A graph that calls a graph `submod_N` for each number N that `part_of` gives to nodes; all of them return tuples."""
+    split: Any = importlib.import_module("torch.fx.passes.split_module")
+    return split.split_module(graph, None, part_of, keep_original_order=True, tuple_return=True)
 
 
 def storage_key(x: torch.Tensor) -> int:

@@ -19,19 +19,24 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", help="one, many, prefill; all by default")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--passes", type=int, default=7)
+    parser.add_argument("--passes", type=int, default=7, help="how often each variant is timed")
     parser.add_argument("--out", type=Path, default=RESULTS / "decode.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     workloads = {name: each for name, each in WORKLOADS[args.config].items() if not args.cases or name in args.cases}
     try:
-        results = measure(args.config, SHAPES[args.config], workloads, args.variants, args.passes)
+        results = measure(args.config, SHAPES[args.config], workloads, args.variants, args.passes, _say)
     except AnswersDiffer as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1
     append_results(args.out, results)
     sys.stdout.write(table(results))
     return 0
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import gc
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from bench._machine import foreign_cpu_s, this_run
 from bench._result import Json, Result
 from bench._statistics import interval_text, paired_ratio
 from bench.decode._case import BARS, Shape, Workload
-from bench.decode._variants import Variants
+from bench.decode._variants import OURS, Variants
 
 __all__ = ["AnswersDiffer", "measure", "read_bytes_per_s", "table"]
 
@@ -25,26 +25,42 @@ class AnswersDiffer(Exception):
     """Two variants gave different answers."""
 
 
-def measure(config: str, shape: Shape, workloads: Mapping[str, Workload], names: Sequence[str], passes: int) -> list[Result]:
-    """One line for each workload and variant. Raises AnswersDiffer."""
+def measure(
+    config: str,
+    shape: Shape,
+    workloads: Mapping[str, Workload],
+    names: Sequence[str],
+    passes: int,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Result]:
+    """One line for each workload and variant. say: is called with what is done now. Raises AnswersDiffer."""
+    say(f"loading {', '.join(names)}")
     variants = Variants(shape, names)
     results = []
     for case, workload in workloads.items():
-        equal = _check(variants, workload, shape, names)
+        equal = _check(variants, workload, shape, names, lambda text, case=case: say(f"{case}: {text}"))  # type: ignore[misc]
+        say(f"{case}: {passes} passes")
         times, foreign, bandwidth = _timed(variants, workload, names, passes)
         facts: dict[str, Json] = {"bench": "decode", "config": config, "case": case, "threads": torch.get_num_threads()}
         facts |= {"dtype": str(shape.dtype).removeprefix("torch."), "prompt": workload.prompt, "answers": list(workload.answers)}
         facts |= {"foreign_cores": foreign, "read_gb_per_s": round(bandwidth / 1e9, 2)}
         floor_s = variants.weight_bytes / bandwidth
-        lines = [_line(name, times, workload, floor_s) | {"equal_tokens": equal[name]} for name in names]
+        ours = min((name for name in names if name in OURS), key=lambda name: _median(times, name, "wall"))
+        lines = [_line(name, ours, times, workload, floor_s) | {"equal_tokens": equal[name]} for name in names]
         results += [Result.of(line | facts | _bar(config, case, line, lines), this_run()) for line in lines]
     return results
 
 
-def _check(variants: Variants, workload: Workload, shape: Shape, names: Sequence[str]) -> dict[str, float]:
+def _check(
+    variants: Variants, workload: Workload, shape: Shape, names: Sequence[str], say: Callable[[str], None]
+) -> dict[str, float]:
     """Warm up. For each variant the share of tokens that the first one has too."""
-    for _ in range(2):
-        given = {name: [token for row in variants.answers[name](workload) for token in row] for name in names}
+    given = {}
+    for name in names:
+        start = time.perf_counter()
+        for _ in range(2):
+            given[name] = [token for row in variants.answers[name](workload) for token in row]
+        say(f"{name} has answered twice, in {time.perf_counter() - start:.1f} s")
     first = given[names[0]]
     equal = {name: sum(a == b for a, b in zip(first, given[name], strict=True)) / len(first) for name in names}
     wrong = [f"  {name}: {share:.3f}" for name, share in equal.items() if share < EQUAL[shape.dtype]]
@@ -83,9 +99,14 @@ def read_bytes_per_s(size: int = 2**26) -> float:
     return x.nbytes / best
 
 
-def _line(name: str, times: Times, workload: Workload, floor_s: float) -> dict[str, Json]:
+def _median(times: Times, name: str, clock: str) -> float:
+    return statistics.median(turn for turns in times[name][clock] for turn in turns)
+
+
+def _line(name: str, ours: str, times: Times, workload: Workload, floor_s: float) -> dict[str, Json]:
+    """ours: the fastest variant of mpar, with which those of transformers are compared."""
     useful = sum(workload.answers) if max(workload.answers) > 1 else workload.prompt * len(workload.answers)
-    wall, cpu = (statistics.median(turn for turns in times[name][clock] for turn in turns) for clock in ("wall", "cpu"))
+    wall, cpu = (_median(times, name, clock) for clock in ("wall", "cpu"))
     fastest = min(turn for turns in times[name]["wall"] for turn in turns)
     line: dict[str, Json] = {
         "variant": name,
@@ -95,15 +116,15 @@ def _line(name: str, times: Times, workload: Workload, floor_s: float) -> dict[s
     line["cpu_ms_per_token"] = round(1e3 * cpu / useful, 4)
     if len(workload.answers) == 1 and max(workload.answers) > 1:
         line["times_floor"] = round(wall / useful / floor_s, 2)
-    if name != "mpar":
+    if name not in OURS:
         for clock in ("wall", "cpu"):
-            line[f"mpar_speed_over_this_{clock}"] = paired_ratio(times[name][clock], times["mpar"][clock]).rounded()
+            line[f"mpar_speed_over_this_{clock}"] = paired_ratio(times[name][clock], times[ours][clock]).rounded()
     return line
 
 
 def _bar(config: str, case: str, line: Mapping[str, Json], lines: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
     """The bar, on the line of the fastest variant of transformers."""
-    peers = [each for each in lines if each["variant"] != "mpar"]
+    peers = [each for each in lines if each["variant"] not in OURS]
     if (config, case) not in BARS or not peers or line is not max(peers, key=lambda each: each["tokens_per_s"]):
         return {}
     return {"bar": BARS[config, case].ratio, "bar_tokens_per_s": BARS[config, case].tokens_per_s}

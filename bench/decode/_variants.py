@@ -1,4 +1,4 @@
-"""The variants: mpar's engine, and transformers' generate with its kinds of caches, plain and compiled by torch."""
+"""The variants: mpar's engine and transformers' generate with its kinds of caches, each plain and compiled by Inductor."""
 
 import functools
 import tempfile
@@ -13,11 +13,13 @@ from mpar import models, tree
 from mpar.infer import Engine, Sampling, Sizes
 from mpar.infer.compile import ProgramRunner
 
-__all__ = ["VARIANTS", "Answer", "Variants"]
+__all__ = ["OURS", "VARIANTS", "Answer", "Variants"]
 
 Answer = Callable[[Workload], list[list[int]]]
 """`answer(workload)` gives the tokens of the answers, greedily chosen."""
-VARIANTS = ("mpar", "hf_dynamic", "hf_static", "hf_dynamic_compiled", "hf_static_compiled")
+OURS = {"mpar": "eager", "mpar_inductor": "inductor"}
+"""The variants of mpar, and how they execute programs."""
+VARIANTS = (*OURS, "hf_dynamic", "hf_static", "hf_dynamic_compiled", "hf_static_compiled")
 
 
 class Variants:
@@ -30,16 +32,16 @@ class Variants:
         embedding = 0 if tied else params.embed.table_VD.nbytes
         self.weight_bytes = sum(leaf.nbytes for leaf in tree.leaves(params)) - embedding
         self.answers: Mapping[str, Answer] = {
-            name: self._ours(params, shape) if name == "mpar" else _peer(self.model, params, shape, name) for name in names
+            name: self._ours(params, shape, OURS[name]) if name in OURS else _peer(self.model, params, shape, name)
+            for name in names
         }
 
-    def _ours(self, params: models.DecoderParams, shape: Shape) -> Answer:
+    def _ours(self, params: models.DecoderParams, shape: Shape, execution: str) -> Answer:
         @functools.cache
         def runner(rows: int) -> ProgramRunner:
             pages = 1 + rows * -(-shape.length // 16)
-            runner = ProgramRunner(self.model, params, Sizes(rows=rows, tokens=512, pages=pages, length=shape.length))
-            runner.prepare()
-            return runner
+            sizes = Sizes(rows=rows, tokens=512, pages=pages, length=shape.length)
+            return ProgramRunner(self.model, params, sizes, execution=execution)  # answers that are not timed compile programs
 
         def answer(workload: Workload) -> list[list[int]]:
             engine = Engine(runner(len(workload.answers)))

@@ -17,6 +17,7 @@ from mpar.cli._later import later
 from mpar.cli._launch import RankFailure
 from mpar.cli._model_folder import model_of_run
 from mpar.cli._ranks import Ranks
+from mpar.cli._screen import say_aside
 from mpar.errors import MparError, ProgramError
 from mpar.train import MeshConfig, StrategyConfig, key
 
@@ -30,6 +31,7 @@ _LOOK_S = 0.05
 _END_S = 5.0  # for ranks that were dismissed
 _REASON_S = 2.0  # an error may reach rank 0 before the end of the process that is its reason
 _DTYPES = ("float32", "bfloat16", "float16")
+_EXECUTIONS = ("eager", "inductor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,10 @@ class AnswerKeys:
     rows: int = key("the most answers that are made at the same time", default=16, at_least=1)
     adapter: AdapterFolder = key("an adapter that is added to the weights", default_factory=AdapterFolder)  # noqa: RUF009 (a field)
     dtype: str = key("float32, bfloat16 or float16: of the weights and of what is computed", default="float32")
+    execution: str = key(
+        "eager: run the generated code; inductor: compile it with torch's Inductor, which takes a while and needs a C++ compiler",
+        default="eager",
+    )
     mesh: MeshConfig
     strategy: StrategyConfig
 
@@ -64,7 +70,12 @@ class ChoiceKeys(AnswerKeys):
 
 def answer_problems(config: AnswerKeys) -> list[str]:
     """What is wrong with these keys."""
-    problems = [] if config.dtype in _DTYPES else [f"dtype={config.dtype}: choose float32, bfloat16 or float16"]
+    known = {"dtype": _DTYPES, "execution": _EXECUTIONS}
+    problems = [
+        f"{name}={getattr(config, name)}: choose {', '.join(values[:-1])} or {values[-1]}"
+        for name, values in known.items()
+        if getattr(config, name) not in values
+    ]
     if isinstance(config, ChoiceKeys) and config.adapters and config.adapter.path is not None:
         problems.append("both adapter, for all answers, and adapters, for each: give the former as one of the latter")
     return problems
@@ -80,6 +91,8 @@ def answering(
     Raises RankFailure when the work failed because of that, or the MparError that a rank has raised. No rank is left in any case.
     """
     size = math.prod(asdict(config.mesh).values())
+    if config.execution == "inductor":
+        say_aside("execution=inductor: programs are compiled when they are first needed, for seconds to a minute; this is kept")
     if size == 1:
         yield load(config, folder)
         return
@@ -159,4 +172,5 @@ def load(config: AnswerKeys, folder: Path) -> tuple["Model", "Assistant"]:
         by_name=config.adapters if isinstance(config, ChoiceKeys) else {},
         mesh=mesh,
         strategy=strategy,
+        execution=config.execution,
     )

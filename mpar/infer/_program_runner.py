@@ -13,6 +13,7 @@ from mpar.errors import ConfigError
 from mpar.infer._check_params import check_params
 from mpar.infer._compile_decode import compile_decode
 from mpar.infer._packed_params import Packing, packings
+from mpar.infer._pages import SPARE_PAGE
 from mpar.infer._scheduler import Sizes
 from mpar.infer._scorer import Scorer
 from mpar.infer._scores import Scores
@@ -33,6 +34,10 @@ Run = Callable[[State, Mapping[str, Tensor]], tuple[State, dict[str, Tensor]]]
 _FIRST, _GROWTH = (1, 4, 8, 16), 4
 """The numbers of tokens for which there are programs: these, and then each exceeds the one before by a factor. More of them would
 mean less padding, but more to compile; most steps of an engine have one token of each of a few rows."""
+
+
+_FILL = {"tokens": 0, "positions": 0, "rows": -1}
+"""What the entries of a batch have for padding."""
 
 
 class ProgramRunner:
@@ -74,6 +79,7 @@ class ProgramRunner:
         self._compile = functools.partial(compile_decode, model, mesh, table, precision=precision, kernels=kernels)
         self.programs: dict[int, Program] = {}
         self._runs: dict[int, Run] = {}
+        self._ready: set[int] = set()
         self.counts = _counts(sizes.tokens, _unit(table, mesh))
         self._prepare(self.counts[0])
         share = mesh.axis_size(tuple(table.compute["seq"]))
@@ -86,11 +92,22 @@ class ProgramRunner:
             pass
 
     def prepare_next(self) -> bool:
-        """See `Runner`: compile the smallest program that is missing."""
-        missing = [count for count in self.counts if count not in self.programs]
+        """See `Runner`: compile the smallest program that is missing. With Inductor it makes a step of padding besides, because
+        its code is compiled when it is first called."""
+        missing = [count for count in self.counts if count not in self._ready]
         if missing:
             self._prepare(missing[0])
+            if self._execution == "inductor":
+                self._run(missing[0], self._padding(missing[0]))
+            self._ready.add(missing[0])
         return len(missing) > 1
+
+    def _padding(self, count: int) -> dict[str, Tensor]:
+        """The batch of a step without tokens."""
+        sizes = self.sizes
+        columns = {key: torch.full((sizes.groups, count), fill) for key, fill in _FILL.items()}
+        pages = torch.full((sizes.groups, sizes.group_rows * sizes.row_pages), SPARE_PAGE)
+        return columns | {"pages": pages, "last": torch.full((sizes.groups, sizes.group_rows), -1)}
 
     def _prepare(self, count: int) -> None:
         """Compile the program for so many tokens, if that was not done yet."""
@@ -137,29 +154,38 @@ class ProgramRunner:
     ) -> Tensor:
         """See `Runner`."""
         sizes = self.sizes
-        columns = {"tokens": (tokens_T, 0), "positions": (order_T, 0), "rows": (rows_T, -1)}
+        columns = {"tokens": tokens_T, "positions": order_T, "rows": rows_T}
         places = [] if sizes.groups == 1 else _by_group(rows_T, sizes)
         given = max((len(places_N) for places_N in places), default=len(rows_T))
         count = next(n for n in self.counts if n >= given)
         self._prepare(count)
         if places:
-            columns["rows"] = rows_T % sizes.group_rows, -1
+            columns["rows"] = rows_T % sizes.group_rows
             batch = {
-                key: torch.stack([pad(column[places_N], (0, count - len(places_N)), value=fill) for places_N in places])
-                for key, (column, fill) in columns.items()
+                key: torch.stack([_padded(column[places_N], count, _FILL[key]) for places_N in places])
+                for key, column in columns.items()
             }
             last_R = _last_in_group(last_R, places)
         else:
-            batch = {key: pad(column, (0, count - given), value=fill)[None] for key, (column, fill) in columns.items()}
+            batch = {key: _padded(column, count, _FILL[key])[None] for key, column in columns.items()}
         batch |= {"pages": pages_RP.reshape(sizes.groups, -1), "last": last_R.view(sizes.groups, -1)}
         if self.adapters:
             batch["adapters"] = adapters_R.view(sizes.groups, -1)
+        return self._run(count, batch)["logits"].flatten(0, 1)
+
+    def _run(self, count: int, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Make a step with the program for so many tokens; returns its results."""
         self.state, results = self._runs[count](self.state, {key: x.to(self.device) for key, x in batch.items()})
-        return results["logits"].flatten(0, 1)
+        return results
 
     def scores(self, texts: Sequence[Tensor], num_likeliest: int, adapter: int = 0) -> list[Scores]:
         """See `Runner`."""
         return self._scorer(self.state.leaves, texts, num_likeliest, adapter)
+
+
+def _padded(column: Tensor, count: int, fill: int) -> Tensor:
+    """A column with so many entries, those behind its own being `fill`."""
+    return column if len(column) == count else pad(column, (0, count - len(column)), value=fill)
 
 
 def _rank(mesh: Mesh) -> int:

@@ -269,3 +269,4 @@ linear_cross_entropy_x_bwd_p.def_sharding("... d, d v, ..., ..., ..., ... -> ...
 linear_cross_entropy_x_bwd_p.def_batching_leading()
 linear_cross_entropy_x_grad_p.def_sharding("... d, d v, ..., ... -> ..., ..., ... d", need_replication="d v")
 linear_cross_entropy_x_grad_p.def_batching_leading()
+linear_cross_entropy_p.bwd.opaque = linear_cross_entropy_x_bwd_p.opaque = True  # so that only a chunk of logits is in memory

@@ -207,3 +207,5 @@ def _cost_x_bwd(x, gate, up, down, dy, *, activation, chunk):
 def _tile_shape(x: Tensor, up: Tensor, chunk: int, products: int) -> MatmulShape:
     rows = x.shape[:-1].numel()
     return MatmulShape(batch=products * ceil(rows / chunk), m=min(chunk, rows), n=up.shape[1], k=up.shape[0])
+
+mlp_tiled_p.opaque = mlp_tiled_p.bwd.opaque = True  # so that only a chunk of hidden features is in memory

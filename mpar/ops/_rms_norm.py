@@ -58,11 +58,18 @@ def _vjp(x, weight, dy, *, eps):
 
 def _rstd(x: Tensor, eps: float) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.addcmul(_constant(eps, x.dtype, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return torch.addcmul(_constant(eps, x), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+
+def _constant(value: float, like: Tensor) -> Tensor:
+    """A 0-d tensor with the dtype and device of `like`."""
+    if type(like) is not Tensor:  # a trace must not keep its tensors
+        return torch.full((), value, dtype=like.dtype, device=like.device)
+    return _kept_constant(value, like.dtype, like.device)
 
 
 @functools.lru_cache(maxsize=64)
-def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _kept_constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor that is made once: for one row, a number in an operation takes as long as all other operations of a norm."""
     return torch.tensor(value, dtype=dtype, device=device)
 

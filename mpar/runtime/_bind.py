@@ -11,6 +11,7 @@ from mpar.runtime._capture import Replay
 from mpar.runtime._device import asking_references
 from mpar.runtime._rank_run import Progress, RankRun
 from mpar.runtime.comm import ALIGN, ALONE, Comm, Counter, ProcessComm, exchange
+from mpar.torch_private import has_cpp_compiler
 
 __all__ = ["bind"]
 
@@ -30,16 +31,17 @@ def bind(
 ) -> RankRun | Replay:
     """The run of this process's rank, on the processes that torch.distributed has started.
 
-    execution: "eager" calls the generated code; "inductor" compiles it by torch.compile when it is first called; "cuda_graph"
-               records the second step on one GPU and replays it afterwards, with the same bits as "eager". Code that Inductor
-               compiled keeps the operands of a segment until its end, so it needs more memory than is predicted.
+    execution: "eager" calls the generated code; "inductor" compiles it by torch's Inductor when it is first called, with the
+               references of primitives, except between messages of ranks; "cuda_graph" records the second step on one GPU and
+               replays it afterwards, with the same bits as "eager". Code that Inductor compiled keeps the operands of a segment
+               until its end, so it needs more memory than is predicted.
     order:     "rank" adds in the order of ranks, with the same bits as the simulation; "library" leaves sums to the backend.
                None: "library" on CUDA devices, else "rank".
     transport: for CPU tensors that are added in the order of ranks: "shared" memory or the "backend", with the same bits. None:
                shared memory for every group whose ranks are all on one machine.
     timeout_s: how long a rank waits for others in a collective; None: as long as torch.distributed does by default.
     Raises UnknownNameError for another order, transport or execution; ConfigError for shared memory with tensors that are not on
-    the CPU, and for CUDA graphs on a CPU or with several ranks.
+    the CPU, for Inductor on a CPU without a C++ compiler, and for CUDA graphs on a CPU or with several ranks.
     """
     _check_arguments(program, torch.device(device), order, transport, execution)
     inductor = execution == "inductor"
@@ -88,6 +90,11 @@ def _check_arguments(
     """Raise UnknownNameError for unknown names, and ConfigError for options that the device or the program does not permit."""
     if execution not in EXECUTIONS:
         raise UnknownNameError(f"no execution is called {execution!r}; there are {', '.join(EXECUTIONS)}")
+    if execution == "inductor" and device.type == "cpu" and not has_cpp_compiler():
+        raise ConfigError(
+            "cannot bind with execution='inductor': there is no C++ compiler, with which torch compiles for a CPU. Install g++, "
+            "or name another one in the environment variable CXX, or use execution='eager'."
+        )
     if execution == "cuda_graph" and (device.type != "cuda" or program.mesh.size > 1):
         raise ConfigError(
             f"cannot bind with execution='cuda_graph' on device {device!s} and {program.mesh}: a step is recorded on one GPU. "

@@ -1,38 +1,212 @@
-"""Inductor: torch.compile compiles the code of a segment further, and fuses the operations between primitives.
+"""Inductor: torch's compiler takes the code of a segment, and fuses its operations, also with those of references.
 
-Primitives stay opaque: the code calls each as a torch op, and Inductor knows the shapes of its results from its abstract rule.
-Every kernel gets a torch op of its own, so that the implementations that run are those that the program names.
+The code is recorded as a graph, and shapes are those of the program, so nothing is checked at a call but strides. Calls of
+communication and of control flow stay between the parts that are compiled. A primitive is a torch op of its own. If that is a
+reference, torch traces what it calls. Other implementations, and references that are opaque or read data on the host, are called
+as they are: the shapes of their results follow from the abstract rule, and an op that overwrites operands says which.
 """
 
 import functools
-from collections.abc import Callable
-from typing import TypeVar, cast
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
+from torch import Tensor, fx
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 
-from mpar.kernels import implementation
-from mpar.ops import PRIMITIVES
+from mpar.kernels import REFERENCE, implementation
+from mpar.ops import PRIMITIVES, Primitive
+from mpar.runtime.comm import Comm
+from mpar.torch_private import inductor_compile, pytree, split_graph
 
-__all__ = ["compiled", "opaque"]
+__all__ = ["apart", "compiled", "for_inductor"]
 
-F = TypeVar("F", bound=Callable[..., object])
+Code = Callable[[list[Tensor], Comm], tuple[Tensor, ...]]
 _LIBRARY = torch.library.Library("mpar_kernels", "DEF")
 
 
 @functools.cache
-def opaque(primitive: str, name: str) -> Callable[..., object]:
-    """The torch op that calls the implementation `name` of `primitive`."""
-    reference = PRIMITIVES[primitive]  # its own torch op would choose an implementation itself on a GPU
-    op = f"{primitive}_{name}"
-    schema = str(reference.op._schema).removeprefix(f"mpar::{primitive}")
+def for_inductor(primitive: str, name: str = REFERENCE) -> Callable[..., object]:
+    """What code that Inductor compiles calls for the implementation `name` of `primitive`: a torch op of its own."""
+    declared, op, run = PRIMITIVES[primitive], f"{primitive}_{name}", implementation(primitive, name)
+    schema = str(declared.op._schema).removeprefix(f"mpar::{primitive}")
+    namespace = torch.ops.mpar_kernels
+    if name == REFERENCE and not (declared.opaque or declared.asks_host):
+        _LIBRARY.define(f"{op}{schema}")
+        _LIBRARY.impl(op, run, "CompositeImplicitAutograd")  # torch traces what it calls
+        return getattr(namespace, op).default
+    if not declared.mutates:
+        _define_opaque(op, schema, run, declared.abstract)
+        return getattr(namespace, op).default
+    fresh = max(0, len(declared.results) - len(declared.mutates))
+    abstract = _first_results(declared.abstract, fresh)
+    _define_opaque(op, _overwriting(schema, declared, fresh), _first_results(run, fresh), abstract)
+    return _with_operands(getattr(namespace, op).default, declared, fresh)
+
+
+def _define_opaque(op: str, schema: str, run: Callable[..., object], abstract: Callable[..., object] | None) -> None:
+    """Define an op that torch does not look into."""
     _LIBRARY.define(f"{op}{schema}")
-    _LIBRARY.impl(op, implementation(primitive, name), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"mpar_kernels::{op}", reference.abstract, lib=_LIBRARY)
-    return getattr(torch.ops.mpar_kernels, op).default
+    _LIBRARY.impl(op, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mpar_kernels::{op}", abstract, lib=_LIBRARY)
 
 
-def compiled(source: str, function: F) -> F:
-    """`function` compiled by Inductor, which takes ops for pure; unchanged if it calls a primitive that overwrites operands."""
-    if any(f"[{name!r}" in source for name, primitive in PRIMITIVES.items() if primitive.mutates):
-        return function
-    return cast(F, torch.compile(function, dynamic=False))
+def _overwriting(schema: str, primitive: Primitive, fresh: int) -> str:
+    """The schema of an op that overwrites the operands that `primitive` overwrites, and returns so many of its first results."""
+    operands, _ = schema.split(" -> ")
+    for index, name in enumerate(primitive.mutates):
+        operands = re.sub(rf"Tensor(?=(\[\])? {name}[,)])", f"Tensor(a{index}!)", operands)
+    return f"{operands} -> ({', '.join(['Tensor'] * fresh)})"
+
+
+def _first_results(run: Callable[..., Any] | None, count: int) -> Callable[..., Any]:
+    """`run`, which returns its first results; the others are operands, so that the caller has them."""
+    assert run is not None
+
+    def call(*operands: Any, **params: Any) -> Any:
+        results = run(*operands, **params)
+        return results[0] if count == 1 else tuple(results[:count]) if count else None
+
+    return call
+
+
+def _with_operands(call: Callable[..., Any], primitive: Primitive, fresh: int) -> Callable[..., object]:
+    """`call`, and behind its results the operands that are the last results of a primitive: what it names first among those that
+    it overwrites."""
+    places = [primitive.operands.index(name) for name in primitive.mutates[: len(primitive.results)]]
+
+    def with_results(*operands: Any, **params: Any) -> object:
+        made = call(*operands, **params)
+        first = () if not fresh else (made,) if fresh == 1 else (made[index] for index in range(fresh))
+        results = (*first, *(operands[place] for place in places))
+        return results if len(results) > 1 else results[0]
+
+    return with_results
+
+
+class _Call:
+    """A function that is called between parts of a graph that are compiled."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.__name__, self.function = name, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def apart(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which is not compiled where Inductor compiles code that calls it. Functions among its arguments get tensors."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        proxies = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Proxy)]
+        if not proxies:
+            return function(*args, **kwargs)
+        return proxies[0].tracer.create_proxy("call_function", _Call(name, functools.partial(function, **kwargs)), args, {})
+
+    return call
+
+
+class _Apart:
+    """Communication, each call of which is apart from what is compiled."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._comm, name)
+        return apart(name, found) if callable(found) else found
+
+
+class _Recorder(fx.proxy.GraphAppendingTracer):
+    """Writes down what code calls; tensors that it has itself become constants of `root`."""
+
+    def __init__(self, graph: fx.Graph, root: torch.nn.Module) -> None:
+        super().__init__(graph)
+        self.root = root
+
+    def create_arg(self, a: Any) -> Any:
+        if not isinstance(a, Tensor):
+            return super().create_arg(a)
+        name = f"constant{len(list(self.root.buffers()))}"
+        self.root.register_buffer(name, a)
+        return self.graph.get_attr(name)
+
+
+class _Recording(TorchFunctionMode):
+    """In this context a recorder writes down ops that have no operands, such as those that make zeros, like all others."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return self.recorder.create_proxy("call_function", func, args, dict(kwargs or {}))
+
+
+def compiled(run: Code, plain: Code) -> Code:
+    """`run` compiled by Inductor when it is first called. Its operands are not freed before it returns.
+
+    `plain` does the same, and is called in its place if an operand is more than a tensor, such as a `PackedMatrix`.
+    """
+    functions: dict[tuple[object, ...], Callable[..., tuple[Tensor, ...]]] = {}
+
+    def call(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
+        key = (id(comm), *[x.stride() for x in args])  # shapes and dtypes are those of the program
+        if key not in functions:
+            if not all(type(x) in (Tensor, Parameter) for x in args):
+                return plain(args, comm)
+            functions[key] = _compile(run, args, comm)
+        operands = tuple(args)
+        args.clear()
+        return functions[key](*operands)
+
+    return call
+
+
+def _compile(run: Code, operands: Sequence[Tensor], comm: Comm) -> Callable[..., tuple[Tensor, ...]]:
+    """A function of operands like these. What code does between two calls that are apart is compiled as one."""
+    root = torch.nn.Module()
+    graph = fx.Graph(root)
+    recorder = _Recorder(graph, root)
+    proxies: list[Any] = [fx.Proxy(graph.placeholder(f"x{i}"), recorder) for i in range(len(operands))]
+    with _Recording(recorder):
+        results = run(proxies, cast(Comm, _Apart(comm)))
+    graph.output(recorder.create_arg(results))
+    whole, part_of = fx.GraphModule(root, graph), _parts(graph)
+    if not any(number % 2 for number in part_of.values()):
+        return inductor_compile(whole, operands)
+    split = split_graph(whole, lambda node: part_of[node.name])
+    for name, part in list(split.named_children()):
+        if not int(name.removeprefix("submod_")) % 2:
+            setattr(split, name, _WhenCalled(part))
+    return cast(Callable[..., tuple[Tensor, ...]], split)
+
+
+def _parts(graph: fx.Graph) -> dict[str, int]:
+    """The number of the part of each node by its name; calls that are apart, and the items of their results, are in odd ones."""
+    number, found, are_apart = 0, {}, set()
+    for node in graph.nodes:
+        if isinstance(node.target, _Call) or (node.target is operator.getitem and node.args[0] in are_apart):
+            are_apart.add(node)
+        number += (node in are_apart) != bool(number % 2)
+        found[node.name] = number
+    return found
+
+
+class _WhenCalled(torch.nn.Module):
+    """A part of a graph, which is compiled when it is first called."""
+
+    def __init__(self, part: torch.nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.function: Callable[..., tuple[Tensor, ...]] | None = None
+
+    def forward(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        if self.function is None:
+            self.function = inductor_compile(self.part, operands)
+        return self.function(*operands)

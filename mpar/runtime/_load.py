@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from mpar import control
-from mpar.kernels import REFERENCE, implementation
+from mpar.kernels import implementation
 from mpar.ops import PRIMITIVES
-from mpar.runtime._inductor import compiled, opaque
+from mpar.runtime._inductor import apart, compiled, for_inductor
 from mpar.runtime.comm import Comm
 
 __all__ = ["Code", "load"]
 
 CONTROL = (control.cond, control.scan, control.while_loop)
-"""Inductor would unroll loops, so it leaves these out."""
+"""Functions that Inductor does not compile: it would unroll loops, and a condition is read on the host."""
 
 Code = Callable[[list[Tensor], Comm], tuple[Tensor, ...]]
 """`code(args, comm)` takes its operands out of the list `args`, so that each is freed after its last use."""
@@ -31,24 +31,27 @@ def load(
     inductor: bool = False,
 ) -> Code:
     """The function that generated source defines. `primitives` replaces the implementations that it calls by others, by name."""
-    if primitives is None:
-        called = [name for name in PRIMITIVES if f"[{name!r}" in source]
-        primitives = {name: opaque(name, REFERENCE) if inductor else implementation(name) for name in called}
-    names: dict[str, object] = {
-        "torch": torch,
-        "PRIMITIVES": primitives,
-        "KERNELS": _Kernels(primitives, device, opaque if inductor else implementation),
-        "CONTROL": {fn.__name__: torch.compiler.disable(fn) if inductor else fn for fn in CONTROL},
-        "CONSTANTS": {key: value.to(device) for key, value in constants.items()},
-        "DEVICE": device,
-        "TO_HOST": _to_host,
-        "TO_DEVICE": lambda x: x.to(device, non_blocking=True),
-        "inf": float("inf"),
-        "nan": float("nan"),
-    }
-    exec(compile(source, f"<segment {name}>", "exec"), names)
-    run = cast(Code, names["run"])
-    return compiled(source, run) if inductor else run
+    called = [name for name in PRIMITIVES if f"[{name!r}" in source]
+
+    def defined(find: Callable[..., Callable], leave: Callable[[str, Callable], Callable]) -> Code:
+        given = {name: find(name) for name in called} if primitives is None else primitives
+        names: dict[str, object] = {
+            "torch": torch,
+            "PRIMITIVES": given,
+            "KERNELS": _Kernels(given, device, find),
+            "CONTROL": {fn.__name__: leave(fn.__name__, fn) for fn in CONTROL},
+            "CONSTANTS": {key: value.to(device) for key, value in constants.items()},
+            "DEVICE": device,
+            "TO_HOST": leave("to_host", _to_host),
+            "TO_DEVICE": leave("to_device", lambda x: x.to(device, non_blocking=True)),
+            "inf": float("inf"),
+            "nan": float("nan"),
+        }
+        exec(compile(source, f"<segment {name}>", "exec"), names)
+        return cast(Code, names["run"])
+
+    plain = defined(implementation, lambda name, function: function)
+    return compiled(defined(for_inductor, apart), plain) if inductor else plain
 
 
 def _to_host(x: Tensor) -> Tensor:

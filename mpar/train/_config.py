@@ -80,7 +80,7 @@ class TrainConfig:
         default="auto",
     )
     execution: Literal["eager", "inductor", "cuda_graph"] = key(
-        "eager: run the generated code; inductor: compile it with torch.compile; cuda_graph: record and replay it, on one GPU",
+        "eager: run the generated code; inductor: compile it, and samplers too; cuda_graph: record and replay it, on one GPU",
         default="eager",
     )
     compile_cache: str | None = key(

@@ -39,6 +39,7 @@ def load_assistant(
     strategy: Strategy | str = "tp",
     adapter: str | None = None,
     by_name: Mapping[str, str] | None = None,
+    execution: str = "eager",
 ) -> tuple[Model, Assistant]:
     """The model in an HF `folder`, and an assistant that answers with it up to `rows` requests at the same time.
 
@@ -46,6 +47,7 @@ def load_assistant(
     how the model was made, if the folder alone does not tell because it is a plug-in's. adapter: a folder of PEFT, whose adapter
     the programs compute beside the weights. by_name: such folders by the names of their adapters, of which each request has one
     or none; ConfigError if both are given, or as `adapters.bank_of`.
+    execution: "eager" or "inductor", as `Program.bind` says.
     mesh, strategy: with several ranks, where parameters are; every process of torch.distributed reads its own. If they are in
     groups, there are as many more rows as make all groups equal.
     """
@@ -71,7 +73,7 @@ def load_assistant(
         page_size=_PAGE_SIZE,
         groups=groups,
     )
-    runner = make_runner(model, params, sizes, mesh, strategy)
+    runner = make_runner(model, params, sizes, mesh, strategy, execution=execution)
     return plain, Assistant(runner, Tokenizer.from_folder(folder), end_ids(plain))
 
 

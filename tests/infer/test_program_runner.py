@@ -71,6 +71,23 @@ def test_greedy_equals_transformers(variant, tmp_path):
     assert len({token for tokens, _ in expected for token in tokens}) > 8
 
 
+@pytest.mark.cases(1)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it loads its compiler
+@pytest.mark.parametrize("variant", VARIANTS_RUN)
+def test_inductor_gives_the_same_answers(variant):
+    """Programs that Inductor compiled: the tokens of those that run as they are, with log-probabilities to 1e-5; the cache is
+    still the memory that it was."""
+    model = _model(variant)
+    params, sizes = model.init(0), dataclasses.replace(SIZES, rows=2, tokens=4)
+    runner = ProgramRunner(model, params, sizes, execution="inductor")
+    cache = {path: leaf.data_ptr() for path, leaf in runner.state.leaves.items()}
+    expected = _answers(ProgramRunner(model, params, sizes), PROMPTS[:4], 6)
+    for prompt, answer, plain in zip(PROMPTS, _answers(runner, PROMPTS[:4], 6), expected, strict=False):
+        assert [chosen.token for chosen in answer] == [chosen.token for chosen in plain], prompt
+        assert max(abs(a.logprob - b.logprob) for a, b in zip(answer, plain, strict=True)) < 1e-5, prompt
+    assert {path: leaf.data_ptr() for path, leaf in runner.state.leaves.items()} == cache
+
+
 def _has_experts(model: models.Model) -> bool:
     axes = [names for _, names in tree.leaves_with_path(model.param_axes, is_leaf=is_axes)]
     return any("expert" in names for names in axes)

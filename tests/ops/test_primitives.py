@@ -1,14 +1,17 @@
 """A walk over all primitives: every rule is there, and abstract results are what the implementation gives."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mpar import ops
 from mpar.ops import _constrain, _cross_entropy, _linear_cross_entropy, _linear_divergence, _widen
 from mpar.ops.experts import _rows
 from mpar.ops.primitive import PRIMITIVES, primitive_of
+from mpar.torch_private import make_fx
 
 LABELS, IDS = torch.tensor([[0, 3, -100], [2, 6, 1]]), torch.tensor([[0, 4, 4], [1, 0, 4]])
 EXPERTS, INVERSE = torch.tensor([[0, 2], [1, 2], [-1, 0], [0, 1]]), torch.tensor([[0, 5], [3, 6], [7, 1], [2, 4]])
@@ -192,6 +195,40 @@ class _CompareWithAbstract(TorchDispatchMode):
         return out
 
 
+class _CompareWithTrace(TorchDispatchMode):
+    """Traces the implementation of every primitive that is not opaque, and compares what the trace computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.problems, self.calls = {}, Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        primitive = primitive_of(func)
+        if primitive is not None and not primitive.opaque and not primitive.asks_host and self.calls[primitive.name] < 2:
+            self.calls[primitive.name] += 1  # the second call shows whether the first trace has left something
+            flat, structure = torch.utils._pytree.tree_flatten(args)
+            places = [place for place, x in enumerate(flat) if isinstance(x, Tensor)]
+
+            def implementation(*tensors):
+                given = dict(zip(places, tensors, strict=True))
+                operands = torch.utils._pytree.tree_unflatten([given.get(i, x) for i, x in enumerate(flat)], structure)
+                return primitive.impl(*operands, **(kwargs or {}))
+
+            with _disable_current_modes(), torch.no_grad():
+                self._compare(primitive.name, implementation, lambda: [flat[place].detach().clone() for place in places])
+        return func(*args, **(kwargs or {}))
+
+    def _compare(self, name, implementation, operands):
+        try:
+            traced = make_fx(implementation, tracing_mode="fake")(*operands())
+        except Exception as error:
+            self.problems[name] = f"cannot be traced: {error}"
+            return
+        pairs = zip(*(torch.utils._pytree.tree_leaves(fn(*operands())) for fn in (traced, implementation)), strict=True)
+        if not all(torch.equal(a, b) or (a.isnan().equal(b.isnan()) and a.nan_to_num().equal(b.nan_to_num())) for a, b in pairs):
+            self.problems[name] = "its trace computes something else"
+
+
 def _meta(x):
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
@@ -209,6 +246,16 @@ def test_abstract_rules_say_what_implementations_give(dtype, make_tensor):
                 result.square().sum().backward(retain_graph=True)
     assert not mode.problems, "\n".join(mode.problems)
     assert mode.seen == set(PRIMITIVES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_implementations_that_are_not_opaque_can_be_traced(dtype, make_tensor):
+    """Inductor may look into them: nothing that they do depends on data, and traces keep nothing of each other."""
+    with _CompareWithTrace() as mode:
+        for result in _calls(lambda *shape: make_tensor(shape, dtype, requires_grad=True)):
+            if isinstance(result, Tensor) and result.requires_grad:
+                result.square().sum().backward(retain_graph=True)
+    assert not mode.problems, "\n".join(f"{name}: {why}" for name, why in mode.problems.items())
 
 
 @pytest.mark.parametrize("primitive", PRIMITIVES.values(), ids=lambda p: p.name)

@@ -11,7 +11,7 @@ from mpar.errors import ConfigError, UnknownNameError
 from mpar.optim import AdamW, Cosine
 from mpar.program import RankRun, Replay, State
 from mpar.program.compile import compile_step
-from mpar.runtime import ALONE, load
+from mpar.runtime import ALONE
 
 
 @pytest.fixture
@@ -73,20 +73,19 @@ def test_inductor_computes_the_same(program, make_state, make_model, batch):
         testing.assert_close(compiled.leaves[path], leaf, name=path, rtol=1e-3)  # Adam's first steps divide by tiny roots
 
 
-def test_code_that_overwrites_is_not_compiled():
-    """Inductor would take a primitive that writes over its operands for a pure function."""
-    source = "f0 = PRIMITIVES['adamw_many']\n\ndef run(args, comm):\n    return ()\n"
-    assert not hasattr(load("update", source, {}, torch.device("cpu"), inductor=True), "_torchdynamo_orig_callable")
-    pure = source.replace("adamw_many", "swiglu")
-    assert hasattr(load("block", pure, {}, torch.device("cpu"), inductor=True), "_torchdynamo_orig_callable")
-
-
 def test_impossible_executions_are_refused(program):
     """A name that is none, and graphs where there is no GPU."""
     with pytest.raises(UnknownNameError, match="eager, inductor, cuda_graph"):
         program.bind(execution="fast")
     with pytest.raises(ConfigError, match=r"execution='cuda_graph' on device cpu.*Use eager or inductor"):
         program.bind(execution="cuda_graph")
+
+
+def test_inductor_needs_a_compiler(program, monkeypatch):
+    """Without one the error says so before anything runs, and what to do."""
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+    with pytest.raises(ConfigError, match=r"there is no C\+\+ compiler.*Install g\+\+.*execution='eager'"):
+        program.bind(execution="inductor")
 
 
 def test_a_step_that_offloads_is_not_recorded(make_model):

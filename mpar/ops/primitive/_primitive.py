@@ -61,7 +61,8 @@ class Primitive:
     time (the offset of a shard), so implementations must not specialise on it.
 
     `mutates` names the operands that the implementation overwrites, the first of them with its last results. `asks_host` says
-    that the implementation reads data on the host.
+    that the implementation reads data on the host. `opaque` says that code which Inductor compiles calls the implementation as it
+    is, as it does where the host is asked: it cannot be traced, or takes less memory or time than what Inductor would make.
     """
 
     def __init__(self, name: str, signature: str, **params: str) -> None:
@@ -76,6 +77,7 @@ class Primitive:
         self.placement = Placement()
         self.mutates: tuple[str, ...] = ()
         self.asks_host = False
+        self.opaque = False
         try:
             _LIBRARY.define(f"{name}{self.signature.schema}")
         except RuntimeError as error:

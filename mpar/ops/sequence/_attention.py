@@ -320,3 +320,6 @@ def _mask_bytes(q, k, q_order, k_order, q_documents, window: int | None, soft_ca
 def _score_bytes(q: Tensor, k: Tensor, soft_cap: float | None) -> int:
     """Bytes of the scores of one row of the batch, which the plain formulas have in memory at once."""
     return 0 if soft_cap is None else q.shape[1:3].numel() * k.shape[1] * _wide(q).itemsize
+
+
+attention_p.opaque = attention_p.bwd.opaque = True  # blocks follow from documents and positions, which are read on the host

@@ -102,9 +102,10 @@ def _impl(q, k, v, rows, positions, pages, sinks, *, shard, page_size, window, s
     """`out`, and the log-sum-exp of the scores (B, T, N). shard: the pools lack pages, whose numbers are outside of theirs;
     tokens see only the pages that are there."""
     how = _How(shard, page_size, window, scale, soft_cap, sinks)
+    if q.shape[0] == 1:  # with few tokens the calls are what takes time
+        out, lse = _attend(*(x.select(0, 0) for x in (q, k, v, rows, positions, pages)), how=how)
+        return out.unsqueeze(0), lse.unsqueeze(0)
     groups = [_attend(*of_group, how=how) for of_group in zip(q, k, v, rows, positions, pages, strict=True)]
-    if len(groups) == 1:
-        return groups[0][0].unsqueeze(0), groups[0][1].unsqueeze(0)
     return torch.stack([out for out, _ in groups]), torch.stack([lse for _, lse in groups])
 
 
@@ -231,7 +232,7 @@ def _rounded(num_pages: int) -> int:
 def _attend_each(q_TNH, pools, pages_RL, single: _Singles, how: _How, head_shape) -> tuple[Tensor, Tensor]:
     """Attention of each token to keys of its own row; query heads of one kv head are treated as queries of one sequence."""
     (T, N, H), K = q_TNH.shape, head_shape[0]
-    pages_TL = pages_RL[:T, : single.num_pages] if single.first else pages_RL[single.rows, : single.num_pages]
+    pages_TL = (pages_RL.narrow(0, 0, T) if single.first else pages_RL[single.rows]).narrow(1, 0, single.num_pages)
     used, shape = pages_TL.reshape(-1), (T, single.bias.shape[-1], K, H)
     k_TKMH, v_TKMH = (pool.index_select(0, used).view(shape).transpose(1, 2) for pool in pools)
     q_TKGH = q_TNH.view(T, K, N // K, H)

@@ -1,0 +1,79 @@
+"""Code that Inductor compiled: messages, control flow and writes are what they are in code that runs as it is."""
+
+import pytest
+import torch
+
+from mpar.runtime import load
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it loads its compiler
+
+SOURCE = """
+f0 = PRIMITIVES['rms_norm']
+f1 = PRIMITIVES['overwrite']
+f2 = torch.ops.aten.zeros.default
+f3 = torch.ops.aten.add_.Tensor
+f4 = torch.ops.aten.mul.Tensor
+
+def bigger(args, comm):
+    v0, = args
+    args.clear()
+    return (f4(comm.all_reduce(v0), 3.0),)
+
+def same(args, comm):
+    v0, = args
+    args.clear()
+    return (v0,)
+
+def run(args, comm):
+    v0, v1, v2, = args
+    args.clear()
+    v3 = f0(v0, v1, eps=1e-06); del v0, v1
+    v4 = comm.all_reduce(v3); del v3
+    v5 = f2([4])
+    v6 = f3(v5, v4); del v5
+    v7 = v4.sum() > CONSTANTS['least']
+    v7 = CONTROL['cond']((v7, v6,), if_true=lambda args: bigger(args, comm), if_false=lambda args: same(args, comm))
+    v8 = f4(v7[0], v4.narrow(0, comm.index(('tp',)), 1)); del v4, v7
+    v9 = f1(v2, v8); del v2
+    return (v8, v9,)
+"""
+
+
+class _Doubled:
+    """Communication whose sums are twice the value; it counts them."""
+
+    def __init__(self) -> None:
+        self.sums = 0
+
+    def index(self, axes):
+        return 1
+
+    def all_reduce(self, x):
+        self.sums += 1
+        return x * 2
+
+
+@pytest.mark.parametrize(("scale", "sums"), [(1.0, 2), (-1.0, 1)], ids=["one way", "the other way"])
+def test_code_with_messages_and_branches(scale, sums):
+    """Results, the operand that is overwritten, and the messages are those of the plain code, in every call."""
+    constants = {"least": torch.tensor(0.0)}
+    plain, compiled = (load("s", SOURCE, constants, torch.device("cpu"), inductor=inductor) for inductor in (False, True))
+    comm, expected_comm = _Doubled(), _Doubled()
+    for turn in range(2):
+        x, weight = torch.tensor([1.0, 2.0, -1.0, 3.0]) + turn, torch.full((4,), scale)
+        old, expected_old = torch.ones(4), torch.ones(4)
+        expected = plain([x, weight, expected_old], expected_comm)
+        given = compiled(args := [x, weight, old], comm)
+        assert not args and comm.sums == expected_comm.sums == sums * (turn + 1)
+        assert all(torch.allclose(a, b) for a, b in zip((*given, old), (*expected, expected_old), strict=True))
+        assert given[1].data_ptr() == old.data_ptr()
+
+
+def test_operands_that_lie_otherwise_in_memory():
+    """Code is compiled again for other strides, and not used for them."""
+    source = "f0 = PRIMITIVES['swiglu']\n\ndef run(args, comm):\n    a, b, = args\n    args.clear()\n    return (f0(a, b),)\n"
+    compiled = load("s", source, {}, torch.device("cpu"), inductor=True)
+    gate, up = torch.randn(3, 5), torch.randn(3, 5)
+    for given in (gate, gate.T.contiguous().T):
+        (y,) = compiled([given, up], _Doubled())
+        assert torch.allclose(y, torch.nn.functional.silu(gate) * up)
