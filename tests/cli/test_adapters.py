@@ -88,11 +88,3 @@ def test_another_run_begins_from_the_sum(runs):
     for path, x in tree.leaves_with_path(exported):
         for found in (begun[f"params.{path}"], begun[f"params.reference.{path}"]):
             torch.testing.assert_close(found[: len(x)], x, rtol=0, atol=0)
-
-
-@pytest.mark.gloo
-def test_a_run_of_other_adapters_does_not_begin_from_some(runs, capsys):
-    """Adapters of a checkpoint are either all there in the new run, or added to the weights: a part of them is refused."""
-    fewer = ["adapter.targets=[q_proj]", f"init_from={runs / 'lora'}", f"run_dir={runs / 'fewer'}", "steps=1"]
-    assert command_line.main([*LORA, *fewer]) != 0
-    assert "unexpected: params.adapters.default.layers.0.mlp" in capsys.readouterr().err
