@@ -51,6 +51,12 @@ class AnswerKeys:
     """The keys of every command that lets a model answer: how it is loaded, and on which ranks it runs."""
 
     rows: int = key("the most answers that are made at the same time", default=16, at_least=1)
+    length: int | None = key(
+        "the most tokens of a prompt and its answer, for rows times as many of which there is memory; "
+        "null: as many as the model can take, at most 8,192",
+        default=None,
+        at_least=2,
+    )
     adapter: AdapterFolder = key("an adapter that is added to the weights", default_factory=AdapterFolder)  # noqa: RUF009 (a field)
     dtype: str = key("float32, bfloat16 or float16: of the weights and of what is computed", default="float32")
     execution: str = key(
@@ -173,4 +179,5 @@ def load(config: AnswerKeys, folder: Path) -> tuple["Model", "Assistant"]:
         mesh=mesh,
         strategy=strategy,
         execution=config.execution,
+        length=config.length,
     )

@@ -40,14 +40,15 @@ def load_assistant(
     adapter: str | None = None,
     by_name: Mapping[str, str] | None = None,
     execution: str = "eager",
+    length: int | None = None,
 ) -> tuple[Model, Assistant]:
     """The model in an HF `folder`, and an assistant that answers with it up to `rows` requests at the same time.
 
-    A prompt and its answer may have as many tokens as the model can take, or 8,192. Weights that are quantised stay so. `group`:
-    how the model was made, if the folder alone does not tell because it is a plug-in's. adapter: a folder of PEFT, whose adapter
-    the programs compute beside the weights. by_name: such folders by the names of their adapters, of which each request has one
-    or none; ConfigError if both are given, or as `adapters.bank_of`.
-    execution: "eager" or "inductor", as `Program.bind` says.
+    length: how many tokens a prompt and its answer may have together; None: as many as the model can take, at most 8,192.
+    ConfigError if the model has learned fewer positions. Weights that are quantised stay so. `group`: how the model was made, if
+    the folder alone does not tell because it is a plug-in's. adapter: a folder of PEFT, whose adapter the programs compute beside
+    the weights. by_name: such folders by the names of their adapters, of which each request has one or none; ConfigError if both
+    are given, or as `adapters.bank_of`. execution: "eager" or "inductor", as `Program.bind` says.
     mesh, strategy: with several ranks, where parameters are; every process of torch.distributed reads its own. If they are in
     groups, there are as many more rows as make all groups equal.
     """
@@ -61,7 +62,7 @@ def load_assistant(
     model = _with_adapters(plain, folder, adapter, by_name or {})
     with _reading(model, plain, folder, adapter, by_name or {}) as read:
         params = models.read_params(model, read, *((mesh, strategy) if mesh.size > 1 else ()))
-    length = min(_LENGTH, model.max_positions or _LENGTH)
+    length = _room(model, length)
     groups = num_groups(mesh, strategy)
     group_rows = -(-rows // groups)
     sizes = Sizes(
@@ -81,6 +82,16 @@ def answer(folder: Path, questions: Sequence[str], *, max_new_tokens: int, group
     """The answers of the model in an HF `folder`, always with the likeliest tokens. Each question is asked by itself."""
     _, assistant = load_assistant(folder, group)
     return assistant.answer(questions, Sampling(max_tokens=max_new_tokens))
+
+
+def _room(model: Trainable, length: int | None) -> int:
+    """How many tokens a prompt and its answer may have."""
+    learned = model.max_positions
+    if length is None:
+        return min(_LENGTH, learned or _LENGTH)
+    if learned is not None and length > learned:
+        raise ConfigError(f"length={length}: this model has learned {learned} positions, and can take no more tokens than that")
+    return length
 
 
 def _plain(folder: Path, group: ModelConfig | None, dtype: torch.dtype) -> Model:

@@ -9,7 +9,9 @@ import pytest
 import torch
 import transformers
 
+from mpar import models
 from mpar.data import byte_tokenizer
+from mpar.errors import ConfigError
 from mpar.infer import Sampling
 from mpar.train.answers import load_assistant
 from tests.cli.conftest import run_mpar
@@ -104,3 +106,15 @@ def test_commands_read_codes_and_adapters(folders, tmp_path):
         losses.append(json.loads((tmp_path / "out.json").read_text())["sets"]["texts.jsonl"]["loss"])
     assert answers[0] == answers[1]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_length_bounds_a_prompt_and_its_answer(folders, tmp_path):
+    """As asked for; but not beyond the positions that a model has learned."""
+    _, assistant = load_assistant(folders / "plain", length=24)
+    with pytest.raises(ConfigError, match="24 tokens"):
+        assistant.continue_tokens([1] * 24, Sampling(max_tokens=8))
+    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 259}
+    model = models.build("gpt2", sizes)
+    models.to_hf(model, model.init(0), tmp_path)
+    with pytest.raises(ConfigError, match=r"length=24: this model has learned 16 positions"):
+        load_assistant(tmp_path, length=24)
