@@ -144,11 +144,9 @@ def row_statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(lse, target, loss)` of each row, float32 or wider, from the columns [start, start + V) that are below `vocab_size`.
 
-    The softmax of these columns is written to `p_TV`, if it is given; there must be no label smoothing then.
-
     `target` is what these columns contribute to the logit of the target: the logit of the label, or 0 if it is in another column;
     with label smoothing also a share of all logits. It is 0 if the label is ignored, NaN if it is invalid. `loss` is valid only
-    if the columns are all of the vocabulary.
+    if the columns are all of the vocabulary. The softmax of the columns is written to `p_TV`, if it is given without smoothing.
     """
     width = min(max(vocab_size - start, 0), logits_TV.shape[1])
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
@@ -168,8 +166,7 @@ def row_statistics(
             torch.sum(logp_block, 1, out=sum_logp[rows])
         else:
             p_block = torch.softmax(block, 1, out=None if p_TV is None else p_TV[rows])
-            torch.gather(p_block, 1, column[rows], out=logp[rows].unsqueeze(1))
-    logp = logp if label_smoothing else logp.log_()
+            torch.gather(p_block, 1, column[rows], out=logp[rows].unsqueeze(1)).log_()
     target = logits_TV.gather(1, column).squeeze(1).to(wide)
     lse = target - logp
     unlikely = ~(logp > -32.0)  # for these labels target - logp would lose digits, or be inf - inf

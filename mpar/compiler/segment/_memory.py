@@ -44,8 +44,7 @@ def measure(graph: fx.Graph, workspace: Callable[[fx.Node], int], *, all_rows_co
         num_known, ragged_factor = len(sizes), node.meta.get("ragged", 1) if all_rows_come else 1
         reused = _reused(node, held)
         if reused is not None:
-            keys = [storage_key(v) for v in _tensors(node.meta["val"])]
-            numbers |= dict(zip(keys[len(keys) - len(reused) :], reused, strict=True))
+            numbers |= dict(zip(map(storage_key, _tensors(node.meta["val"])[-len(reused) :]), reused, strict=True))
         held[node] = _storages(node.meta["val"], number)
         if inside := held_inside(node):  # made and dropped while the node runs
             last_reader[number(node, inside)] = index
