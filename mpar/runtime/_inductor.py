@@ -63,7 +63,7 @@ def _overwriting(schema: str, primitive: Primitive) -> str:
 def _without_results(run: Callable[..., object]) -> Callable[..., None]:
     """`run`, whose results are operands, so that the caller has them."""
 
-    def call(*operands: Any, **params: Any) -> None:
+    def call(*operands: object, **params: object) -> None:
         run(*operands, **params)
 
     return call
@@ -73,7 +73,7 @@ def _results_of(call: Callable[..., None], primitive: Primitive) -> Callable[...
     """`call`, with the operands that are the results of a primitive: those that it names first among what it overwrites."""
     places = [primitive.operands.index(name) for name in primitive.mutates[: len(primitive.results)]]
 
-    def with_results(*operands: Any, **params: Any) -> object:
+    def with_results(*operands: object, **params: object) -> object:
         call(*operands, **params)
         results = tuple(operands[place] for place in places)
         return results if len(results) > 1 else results[0]
@@ -91,10 +91,10 @@ class _Call:
         return self.function(*args, **kwargs)
 
 
-def apart(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def apart(name: str, function: Callable[..., object]) -> Callable[..., object]:
     """`function`, which is not compiled where Inductor compiles code that calls it. Functions among its arguments get tensors."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         proxies = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Proxy)]
         if not proxies:
             return function(*args, **kwargs)
@@ -121,9 +121,9 @@ class _Recorder(fx.proxy.GraphAppendingTracer):
         super().__init__(graph)
         self.root = root
 
-    def create_arg(self, a: Any) -> Any:
+    def create_arg(self, a: object) -> object:
         if not isinstance(a, Tensor):
-            return super().create_arg(a)
+            return super().create_arg(a)  # type: ignore[arg-type]
         name = f"constant{len(list(self.root.buffers()))}"
         self.root.register_buffer(name, a)
         return self.graph.get_attr(name)
