@@ -129,7 +129,7 @@ def inductor_compile(graph: torch.nn.Module, operands: Sequence[torch.Tensor]) -
     return compiler.standalone_compile(graph, list(operands), dynamic_shapes="from_example_inputs")
 
 
-def split_graph(graph: Any, part_of: Callable[[Any], int]) -> Any:
+def split_graph(graph: torch.nn.Module, part_of: Callable[[torch.fx.Node], int]) -> torch.nn.Module:
     """A graph that calls a graph `submod_N` for each number N that `part_of` gives to nodes; all of them return tuples."""
     split: Any = importlib.import_module("torch.fx.passes.split_module")
     return split.split_module(graph, None, part_of, keep_original_order=True, tuple_return=True)

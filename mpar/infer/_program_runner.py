@@ -79,12 +79,12 @@ class ProgramRunner:
         self._compile = functools.partial(compile_decode, model, mesh, table, precision=precision, kernels=kernels)
         self.programs: dict[int, Program] = {}
         self._runs: dict[int, Run] = {}
-        self._ready: set[int] = set()
         self.counts = _counts(sizes.tokens, _unit(table, mesh))
         self._prepare(self.counts[0])
         share = mesh.axis_size(tuple(table.compute["seq"]))
         self._scorer = Scorer(model, sizes.length // share * share, sizes.groups, compile_scores, self.device)
         self.state = self._first_state(self.programs[self.counts[0]], params)
+        self._warm(self.counts[0])
 
     def prepare(self) -> None:
         """Compile all programs now, so that no step has to wait for one."""
@@ -94,13 +94,16 @@ class ProgramRunner:
     def prepare_next(self) -> bool:
         """See `Runner`: compile the smallest program that is missing. With Inductor it makes a step of padding besides, because
         its code is compiled when it is first called."""
-        missing = [count for count in self.counts if count not in self._ready]
+        missing = [count for count in self.counts if count not in self.programs]
         if missing:
             self._prepare(missing[0])
-            if self._execution == "inductor":
-                self._run(missing[0], self._padding(missing[0]))
-            self._ready.add(missing[0])
+            self._warm(missing[0])
         return len(missing) > 1
+
+    def _warm(self, count: int) -> None:
+        """Let Inductor compile the code of a program, by a step of padding."""
+        if self._execution == "inductor":
+            self._run(count, self._padding(count))
 
     def _padding(self, count: int) -> dict[str, Tensor]:
         """The batch of a step without tokens."""

@@ -66,7 +66,7 @@ def _first_results(run: Callable[..., Any] | None, count: int) -> Callable[..., 
     """`run`, which returns its first results; the others are operands, so that the caller has them."""
     assert run is not None
 
-    def call(*operands: Any, **params: Any) -> Any:
+    def call(*operands: object, **params: object) -> object:
         results = run(*operands, **params)
         return results[0] if count == 1 else tuple(results[:count]) if count else None
 
@@ -78,7 +78,7 @@ def _with_operands(call: Callable[..., Any], primitive: Primitive, fresh: int) -
     it overwrites."""
     places = [primitive.operands.index(name) for name in primitive.mutates[: len(primitive.results)]]
 
-    def with_results(*operands: Any, **params: Any) -> object:
+    def with_results(*operands: object, **params: object) -> object:
         made = call(*operands, **params)
         first = () if not fresh else (made,) if fresh == 1 else (made[index] for index in range(fresh))
         results = (*first, *(operands[place] for place in places))
@@ -97,10 +97,10 @@ class _Call:
         return self.function(*args, **kwargs)
 
 
-def apart(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def apart(name: str, function: Callable[..., object]) -> Callable[..., object]:
     """`function`, which is not compiled where Inductor compiles code that calls it. Functions among its arguments get tensors."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         proxies = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Proxy)]
         if not proxies:
             return function(*args, **kwargs)
@@ -127,9 +127,9 @@ class _Recorder(fx.proxy.GraphAppendingTracer):
         super().__init__(graph)
         self.root = root
 
-    def create_arg(self, a: Any) -> Any:
+    def create_arg(self, a: object) -> object:
         if not isinstance(a, Tensor):
-            return super().create_arg(a)
+            return super().create_arg(a)  # type: ignore[arg-type]
         name = f"constant{len(list(self.root.buffers()))}"
         self.root.register_buffer(name, a)
         return self.graph.get_attr(name)

@@ -65,6 +65,8 @@ class Primitive:
     is, as it does where the host is asked: it cannot be traced, or takes less memory or time than what Inductor would make.
     """
 
+    opaque = False
+
     def __init__(self, name: str, signature: str, **params: str) -> None:
         check_name(name, signature, PRIMITIVES)
         self.name = name
@@ -77,7 +79,6 @@ class Primitive:
         self.placement = Placement()
         self.mutates: tuple[str, ...] = ()
         self.asks_host = False
-        self.opaque = False
         try:
             _LIBRARY.define(f"{name}{self.signature.schema}")
         except RuntimeError as error:
