@@ -8,7 +8,7 @@ from itertools import groupby
 __all__ = ["CASES", "EVERY_CASE", "WIDE", "Case", "sample"]
 
 CASES = 2  # how many cases of a function the quick tier keeps, unless the function's mark says another number
-WIDE = 3  # how many times as many the wide tier keeps
+WIDE = 2  # how many times as many the wide tier keeps
 EVERY_CASE = 10**6  # for the mark of functions whose cases take milliseconds: every tier runs them all
 
 

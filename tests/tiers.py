@@ -40,7 +40,7 @@ def values_asked_for(request: pytest.FixtureRequest, values: Iterable[str]) -> l
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--full", action="store_true", help="run all tests instead of the quick tier's sample")
-    wide = "run three times as many cases of a function, and some of those left to the full tier, with all examples of properties"
+    wide = "run twice as many cases of a function, and some of those left to the full tier, with all examples of properties"
     group.addoption("--wide", action="store_true", help=wide)
     attacks = (
         "the full tier, with all attacks of tests/faults, 500 random programs over gloo and more mutants in place of samples"

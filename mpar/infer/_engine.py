@@ -24,8 +24,10 @@ class Runner(Protocol):
     sizes: Sizes
     shares_pages: bool
     vocab_size: int
-    adapters: Sequence[str]
-    """The names of the adapters of which each row has one, or none."""
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """The names of the adapters of which each row has one, or none."""
 
     def step(
         self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, adapters_R: Tensor
@@ -146,11 +148,7 @@ class Engine:
         """End a request whose last token or text ends its answer, or that may have no more tokens."""
         sampling, count = request.sampling, len(request.chosen)
         token = request.tokens[-1]
-        if token in self._end_ids(sampling) or token in sampling.stop_ids:
-            request.stopped_by = token
-        else:
-            request.stopped_by = self.stopped(request)
-        if request.stopped_by is not None:
+        if token in self._end_ids(sampling) or token in sampling.stop_ids or self.stopped(request) is not None:
             self.scheduler.finish(request, "stop")
         elif count == sampling.max_tokens or self.scheduler.room(request) < 1:
             self.scheduler.finish(request, "length")

@@ -67,7 +67,6 @@ class ProgramRunner:
                 f"cannot answer with up to {sizes.length} tokens in a row: this model has learned {model.max_positions} positions"
             )
         self.model, self.sizes, self.vocab_size, self.device = model, sizes, model.vocab_size, torch.device(device)
-        self.adapters: Sequence[str] = model.adapter_names
         self._execution = execution
         self.shares_pages = not model.sequential  # the state of a scan is in no page
         mesh, table = mesh or Mesh(tp=1), preset(strategy) if isinstance(strategy, str) else strategy
@@ -85,6 +84,11 @@ class ProgramRunner:
         self._scorer = Scorer(model, sizes.length // share * share, sizes.groups, compile_scores, self.device)
         self.state = self._first_state(self.programs[self.counts[0]], params)
         self._warm(self.counts[0])
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """See `Runner`."""
+        return self.model.adapter_names
 
     def prepare(self) -> None:
         """Compile all programs now, so that no step has to wait for one."""

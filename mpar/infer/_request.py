@@ -21,7 +21,6 @@ class Request:
     adapter:      the number of the adapter with which it is answered, from 1 on; 0: none.
     chosen:       the tokens of the answer, with their log-probabilities if these were asked for.
     finish:       why the answer ended; None: it has not ended.
-    stopped_by:   the text or the token that ended it.
     row:          the row of the step's tables that it occupies; -1: it waits.
     num_cached:   of how many tokens the cache has keys and values.
     num_shared:   of how many tokens of the prompt the cache had them when the request was first admitted.
@@ -34,7 +33,6 @@ class Request:
     adapter: int = 0
     chosen: list[Chosen] = field(default_factory=list)
     finish: Finish | None = None
-    stopped_by: str | int | None = None
     row: int = -1
     num_cached: int = 0
     num_shared: int | None = None

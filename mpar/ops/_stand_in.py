@@ -6,7 +6,7 @@ which of them it computes in its own way. All others read the tensor that it sta
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from mpar.ops.primitive import Primitive
 from mpar.torch_private import pytree
 
 __all__ = ["StandIn", "of_rows"]
+
+W = TypeVar("W")
 
 
 class StandIn(ABC):
@@ -88,9 +90,9 @@ _OPERATORS = (
 )
 
 
-def of_rows(weight: Any, rows: Callable[[Tensor], Tensor]) -> Any:
+def of_rows(weight: W, rows: Callable[[Tensor], Tensor]) -> W:
     """`StandIn.of_rows` of what stands for a weight; a tensor is the same for all rows."""
-    return weight.of_rows(rows) if isinstance(weight, StandIn) else weight
+    return cast(W, weight.of_rows(rows)) if isinstance(weight, StandIn) else weight
 
 
 def _tensor(x: object) -> object:

@@ -89,7 +89,7 @@ def test_stop_texts_and_the_fewest_tokens(tiny):
     late = assistant.continue_text("hello", Sampling(**{**vars(held), "min_tokens": 20}))
     list(assistant.run())
     assert stopped.text == free.text[: free.text.index(stop)]
-    assert (stopped.request.finish, stopped.request.stopped_by) == ("stop", stop)
+    assert (stopped.request.finish, stopped.stream.stopped_by) == ("stop", stop)
     assert late.request.tokens == free.request.tokens
     assert late.request.finish in ("length", "stop")
 
