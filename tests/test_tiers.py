@@ -106,7 +106,7 @@ def test_full_tier_keeps_all(run_tiny):
 
 
 def test_wide_tier_keeps_more(run_tiny):
-    """Three times as many cases as the quick tier, as many of the functions left to the full one as that keeps of others, and all
+    """Twice as many cases as the quick tier, as many of the functions left to the full one as that keeps of others, and all
     examples of a property."""
     kept = count(collected(run_tiny("--collect-only", "-q", "--wide", "--sample-seed", "1")))
     expected = {"a": {"many": WIDE * CASES, "slow": CASES}, "b": {"one": WIDE, "plain": 1, "property": 1}}
