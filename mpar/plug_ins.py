@@ -149,7 +149,7 @@ def _imported(label: str, name: str) -> object:
             raise ConfigError(f"{label}: importing {name} raised {_described(error)}") from error
         known = [path.stem for path in Path(here).glob("*.py")]
         raise ConfigError(
-            f"{label}: there is no module {error.name!r}{_near(error.name, known)}. It is looked for in {here}, then "
+            f"{label}: there is no module {error.name!r}{_near(error.name, known) or '.'} It is looked for in {here}, then "
             "where Python looks (PYTHONPATH, installed packages)"
         ) from None
     except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` often ends so

@@ -98,7 +98,7 @@ class LoadReport:
         if len(self.used_of_source) > 1:
             formats = "; ".join([formats, *(f"{count} of {name}" for name, count in self.used_of_source.items())])
         line = (
-            f"{self.num_used} of {self.num_rows} rows used ({formats}): {self.num_documents} documents, "
+            f"{self.num_used} of {self.num_rows} rows used{f' ({formats})' if formats else ''}: {self.num_documents} documents, "
             f"{self.num_tokens} tokens, {self.num_trained} trained; {self.num_malformed} malformed, {self.num_empty} empty, "
             f"{self.num_too_long} too long ({self.num_dropped} dropped)"
             f"{f', {self.num_media} with media' if self.num_media else ''}"
