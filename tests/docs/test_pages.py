@@ -56,6 +56,7 @@ def test_examples_of_ones_own_are_short():
 def test_links_lead_somewhere(page):
     """A link to a file names one that there is; those that the site makes have an entry in its navigation."""
     text, navigation = (ROOT / page).read_text(encoding="utf-8"), (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     for link in re.findall(r"\]\((?!https?:|#)([^)\s#]+)", text):
         there = ((ROOT / page).parent / link).resolve()
         generated = there.is_relative_to(ROOT / "docs") and f": {there.relative_to(ROOT / 'docs')}\n" in navigation

@@ -49,9 +49,9 @@ def test_choices_are_scored_by_their_logprobs(tiny):
 class Counting:
     """A model that always writes the next letter."""
 
-    sizes, shares_pages, vocab_size = SIZES, False, 259
+    sizes, shares_pages, vocab_size, adapters = SIZES, False, 259, ()
 
-    def scores(self, texts, num_likeliest):
+    def scores(self, texts, num_likeliest, adapter=0):
         """See `Runner`."""
         logits = [torch.nn.functional.one_hot(text[:-1] + 1, 259).float() for text in texts]
         return [scores_of_logits(one, text, num_likeliest) for one, text in zip(logits, texts, strict=True)]
