@@ -289,4 +289,4 @@ def test_errors_say_what_disagrees(make_model):
         compile_step(model, OPTIMIZER, Mesh(pp=2), "ddp", (8, 8), schedule="interleave")
     with pytest.raises(ShardingError) as error:
         compile_step(model, OPTIMIZER, Mesh(dp=3, tp=5), "tp", (8, 8))
-    assert "parameter layers.0.mlp.gate_DF" in str(error.value) and "batch 'tokens'" in str(error.value)
+    assert "parameter layers.*.mlp.gate_DF" in str(error.value) and "batch 'tokens'" in str(error.value)

@@ -35,8 +35,8 @@ def loss_of(chain, params):
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("config", [LLAMA, MOE, GPT2], ids=lambda config: config["model_type"])
 def test_it_computes_what_the_dequantised_weights_do(config, kind):
-    """The loss is that of the plain model with the dequantised weights, which lie otherwise in memory, but for rounding; near it is
-    that of the original ones."""
+    """The loss is that of the plain model with the dequantised weights, but for rounding, because they lie otherwise in memory;
+    near it is that of the original ones."""
     model = models.from_config(config, dtype=torch.float64)
     quantised = quantise(model, kind)
     check_chain(quantised, trains=True)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 
 from mpar import Mesh, testing
 from mpar.compiler import policy
@@ -81,10 +82,10 @@ def test_impossible_executions_are_refused(program):
         program.bind(execution="cuda_graph")
 
 
-def test_inductor_needs_a_compiler(program, monkeypatch):
+def test_inductor_needs_a_compiler(program):
     """Without one the error says so before anything runs, and what to do."""
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
-    with pytest.raises(ConfigError, match=r"there is no C\+\+ compiler.*Install g\+\+.*execution='eager'"):
+    without = inductor_config.patch({"cpp.cxx": ("no-such-compiler",)})  # monkeypatch would leave the entry out afterwards
+    with without, pytest.raises(ConfigError, match=r"there is no C\+\+ compiler.*Install g\+\+.*execution='eager'"):
         program.bind(execution="inductor")
 
 
