@@ -237,13 +237,18 @@ def _look(x: Tensor) -> tuple:
     return tuple(x.shape), x.dtype, [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
 
 
+def _call_all(make) -> None:
+    """Calls that reach every primitive, and their gradients."""
+    for result in _calls(make):
+        if isinstance(result, Tensor) and result.requires_grad:
+            result.square().sum().backward(retain_graph=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_abstract_rules_say_what_implementations_give(dtype, make_tensor):
     """On calls that reach every primitive: shapes, dtypes and strides agree, and costs are whole numbers."""
     with _CompareWithAbstract() as mode:
-        for result in _calls(lambda *shape: make_tensor(shape, dtype, requires_grad=True)):
-            if isinstance(result, Tensor) and result.requires_grad:
-                result.square().sum().backward(retain_graph=True)
+        _call_all(lambda *shape: make_tensor(shape, dtype, requires_grad=True))
     assert not mode.problems, "\n".join(mode.problems)
     assert mode.seen == set(PRIMITIVES)
 
@@ -252,9 +257,7 @@ def test_abstract_rules_say_what_implementations_give(dtype, make_tensor):
 def test_implementations_that_are_not_opaque_can_be_traced(dtype, make_tensor):
     """Inductor may look into them: nothing that they do depends on data, and traces keep nothing of each other."""
     with _CompareWithTrace() as mode:
-        for result in _calls(lambda *shape: make_tensor(shape, dtype, requires_grad=True)):
-            if isinstance(result, Tensor) and result.requires_grad:
-                result.square().sum().backward(retain_graph=True)
+        _call_all(lambda *shape: make_tensor(shape, dtype, requires_grad=True))
     assert not mode.problems, "\n".join(f"{name}: {why}" for name, why in mode.problems.items())
 
 
