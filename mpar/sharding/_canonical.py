@@ -19,6 +19,7 @@ from mpar.sharding._expands import expand_late, merge_expands
 from mpar.sharding._flatten_late import flatten_late
 from mpar.sharding._join_pads import join_pads
 from mpar.sharding._losses import expand_losses
+from mpar.sharding._permute_late import permute_late
 from mpar.sharding._split_indices import split_indices
 from mpar.sharding._unit_dims import drop_unit_letters, insert_unit_dims_late
 from mpar.sharding._windows import join_windows
@@ -31,6 +32,7 @@ AGAIN = (
     join_windows,
     join_pads,
     merge_views,
+    permute_late,
     insert_unit_dims_late,
     drop_unit_letters,
     flatten_late,
@@ -39,7 +41,7 @@ AGAIN = (
     expand_late,
 )
 """These are repeated until none changes anything, because each may give another something to do. This ends, because each merges
-views, or moves a view or an expand towards the results."""
+views, or moves a view, a permute or an expand towards the results."""
 CANONICAL = (*ONCE, *AGAIN, common_subexpressions)
 
 

@@ -16,6 +16,7 @@ from mpar.sharding._canonicalise import (
     view_groups,
 )
 from mpar.sharding._expands import expand_late, merge_expands
+from mpar.sharding._permute_late import permute_late
 
 X = torch.empty(2, 3, 4, dtype=torch.float64, device="meta")
 W = torch.empty(4, 5, dtype=torch.float64, device="meta")
@@ -152,6 +153,21 @@ def test_merge_views():
         "permute_1 = permute(arg0_1, [0, 2, 1])",
         "return unsqueeze, arg0_1, permute_1",
     ]
+
+
+def test_permute_late():
+    """Values that are permuted alike are joined as they lie; those that are permuted unlike, or not at all, are left alone."""
+    _, after = before_and_after(
+        lambda x, w: (
+            torch.cat([x.permute(2, 0, 1), x.exp().permute(2, 0, 1)], -1),
+            torch.cat([x.permute(2, 0, 1), x.exp().permute(2, 1, 0)[:, :2]], -1),
+            torch.cat([x, x.transpose(0, 1)[:2]], 1),
+        ),
+        permute_late,
+    )
+    assert after[1:3] == ["cat_default = cat([arg0_1, exp], 1)", "permute_default = permute(cat_default, [2, 0, 1])"]
+    assert sum("= cat(" in line for line in after) == 3
+    assert after[-1].startswith("return permute_default, cat_1, cat_2")
 
 
 def test_common_subexpressions():
