@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench._launch import launch
+import torch.distributed as dist
+
+from bench._launch import Launch, launch_together
+from mpar.cli._ranks import HUGE_PAGES
 
 __all__ = ["Measured", "Passes", "columns", "launched", "median_ms"]
 
@@ -43,19 +46,44 @@ class Passes:
 
 
 def launched(
-    ranks: int, module: str, save: Callable[[Path], object], arguments: Mapping[str, object], passes: Passes
+    ranks: int,
+    module: str,
+    save: Callable[[Path], object],
+    variants: Mapping[str, bool],
+    arguments: Mapping[str, object],
+    passes: Passes,
 ) -> list[Measured]:
-    """Launch `module` on ranks. Returns what its rank 0 printed, one item for each pass.
+    """Launch `module` on ranks once for each variant; they take their steps in turn. Returns an item for each pass.
 
-    `save` writes into a folder what the ranks load. `arguments` that are None are left out.
+    `save` writes into a folder what the ranks load. `variants` says which are mpar's: their ranks get the environment that
+    `mpar train` gives ranks, the others that of a plain launch. `arguments` that are None are left out.
     """
     with tempfile.TemporaryDirectory() as work:
         save(Path(work))
         each = {"steps": passes.steps, "warmup": passes.warmup, "passes": -(-passes.passes // passes.launches)}
         given = {"work": work} | {key: value for key, value in arguments.items() if value is not None} | each
-        words = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-        printed = [launch(ranks, module, words) for _ in range(passes.launches)]
-    return [json.loads(line) for text in printed for line in text.splitlines()]
+        printed = [_in_turn(ranks, module, variants, given) for _ in range(passes.launches)]
+    return [_pass_of(lines) for texts in printed for lines in zip(*(text.splitlines() for text in texts), strict=True)]
+
+
+def _in_turn(ranks: int, module: str, variants: Mapping[str, bool], given: Mapping[str, object]) -> list[str]:
+    """What rank 0 of each variant printed."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launches = []
+    for variant, ours in variants.items():
+        told = {**given, "variants": variant, "order": ",".join(variants), "turns": f"127.0.0.1:{store.port}"}
+        words = [word for key, value in told.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+        launches.append(Launch(ranks, module, words, HUGE_PAGES if ours else {}))
+    return launch_together(launches)
+
+
+def _pass_of(lines: Sequence[str]) -> Measured:
+    """A pass, of what each variant printed of it."""
+    found = [json.loads(line) for line in lines]
+    own, everything, seconds = sum(one["own_s"] for one in found), found[0]["all_s"], found[0]["seconds"]
+    names = [one["variant"] for one in found]
+    ranks = [dict(zip(names, each, strict=True)) for each in zip(*(one["ranks"] for one in found), strict=True)]
+    return {"foreign_cores": round(max(0.0, (everything - own) / seconds), 3), "ranks": ranks}
 
 
 def columns(

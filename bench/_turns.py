@@ -1,13 +1,15 @@
-"""Turns: how one rank of a launch measures its variants, which take one step each in turn, in a rotating order."""
+"""Turns: variants, each in processes of its own, take one step in turn, in a rotating order: what one rank of them does."""
 
 import argparse
+import contextlib
+import datetime
 import gc
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +20,10 @@ import torch.distributed as dist
 from bench._machine import foreign_cpu_s
 from bench._peers import find_peers, peer
 
-__all__ = ["Rank", "joined", "run_passes"]
+__all__ = ["Rank", "Turns", "joined", "run_passes"]
+
+_PATIENCE = datetime.timedelta(minutes=30)
+"""For all that others do before it is a variant's turn: a pass, and before the first one what makes them ready."""
 
 Steps = Mapping[str, Callable[[], torch.Tensor]]
 """For each variant, the function that takes its next step and gives the loss."""
@@ -37,7 +42,7 @@ class Rank:
 
     @property
     def variants(self) -> list[str]:
-        """The variants that are measured, in order. All ranks make them in this order, because that makes process groups."""
+        """The variants of this launch, in order. All ranks make them in this order, because that makes process groups."""
         return self.args.variants.split(",")
 
     def peer(self, name: str) -> ModuleType:
@@ -52,7 +57,7 @@ def joined(*, texts: Sequence[str] = (), numbers: Sequence[str] = (), optional: 
         parser.add_argument(f"--{name}", required=True)
     for name in ("steps", "warmup", "passes", *numbers):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, required=True)
-    for name in optional:
+    for name in ("order", "turns", *optional):
         parser.add_argument(f"--{name.replace('_', '-')}")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -61,38 +66,69 @@ def joined(*, texts: Sequence[str] = (), numbers: Sequence[str] = (), optional: 
     return Rank(args, Path(args.work), folder, peer(folder, "workload"), rank, num_ranks)
 
 
+class Turns:
+    """Whose turn it is. Each launch has one variant of `order`; they meet in the store that their launcher keeps at `address`.
+
+    leads: whether this rank says for its launch that a step is taken.
+    """
+
+    def __init__(self, address: str, order: Sequence[str], mine: str, *, leads: bool) -> None:
+        host, _, port = address.partition(":")
+        self._store = dist.TCPStore(host, int(port), timeout=_PATIENCE)
+        self._order, self._mine, self._leads, self._round = list(order), mine, leads, 0
+
+    def meet(self) -> None:
+        """Wait until all variants are ready."""
+        if self._leads:
+            self._store.set(f"ready {self._mine}", "")
+        self._store.wait([f"ready {name}" for name in self._order])
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait until the variant before this one has taken its step; afterwards it is the next one's turn."""
+        count = len(self._order)
+        number = self._round * count + (self._order.index(self._mine) - self._round) % count
+        if number:
+            self._store.wait([f"taken {number - 1}"])
+        yield
+        if self._leads:
+            self._store.set(f"taken {number}", "")
+        self._round += 1
+
+
 def run_passes(steps: Steps, rank: Rank) -> None:
-    """Measure the passes of all variants; rank 0 prints a line of JSON for each. Ends this process."""
-    args = rank.args
+    """Measure the passes of the variant of this launch; rank 0 prints a line of JSON for each. Ends this process."""
+    args, (name,) = rank.args, steps
+    turns = Turns(args.turns, args.order.split(","), name, leads=rank.rank == 0)
     dist.barrier()
+    turns.meet()
     for number in range(args.passes):
         start_s, own_s, all_s = time.monotonic(), time.process_time(), foreign_cpu_s()
-        mine = _measure(steps, args.steps, args.warmup if number == 0 else 0)
+        mine = _measure(steps[name], turns, args.steps, args.warmup if number == 0 else 0)
         own = torch.tensor(time.process_time() - own_s, dtype=torch.float64)
         dist.all_reduce(own)
         results = rank.peer("ranks").gather(mine)
         if results:
-            foreign = (foreign_cpu_s() - all_s - float(own)) / (time.monotonic() - start_s)
-            sys.stdout.write(json.dumps({"foreign_cores": round(max(0.0, foreign), 3), "ranks": results}) + "\n")
+            busy = {"seconds": time.monotonic() - start_s, "own_s": float(own), "all_s": foreign_cpu_s() - all_s}
+            sys.stdout.write(json.dumps({"variant": name, **busy, "ranks": results}) + "\n")
             sys.stdout.flush()
     dist.barrier()
     os._exit(0)  # an ordinary exit would wait for process groups of some peers
 
 
-def _measure(steps: Steps, count: int, warmup: int) -> dict[str, dict[str, list[float]]]:
-    """Wall and CPU seconds and the loss of each step of each variant on this rank; losses cover the warm-up too."""
-    names = list(steps)
-    out: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": [], "main_cpu": [], "loss": []} for name in names}
+def _measure(step: Callable[[], torch.Tensor], turns: Turns, count: int, warmup: int) -> dict[str, list[float]]:
+    """Wall and CPU seconds and the loss of each step on this rank; losses cover the warm-up too."""
+    out: dict[str, list[float]] = {"wall": [], "cpu": [], "main_cpu": [], "loss": []}
     for index in range(warmup + count):
-        turn = index % len(names)
-        for name in names[turn:] + names[:turn]:
+        with turns.turn():
             dist.barrier()
             wall, cpu, main = time.perf_counter(), time.process_time(), time.thread_time()
-            loss = steps[name]()
+            loss = step()
             spent = (time.perf_counter() - wall, time.process_time() - cpu, time.thread_time() - main)
             if index >= warmup:
                 for key, value in zip(("wall", "cpu", "main_cpu"), spent, strict=True):
-                    out[name][key].append(value)
-            out[name]["loss"].append(float(loss))
-        gc.collect()
+                    out[key].append(value)
+            out["loss"].append(float(loss))
+            gc.collect()
+            dist.barrier()  # no rank still works when the next variant begins
     return out

@@ -49,13 +49,14 @@ def _summarised(config: str, ranks: int, measured: list[Measured], programs: dic
 def _measured(kind: str, size: str, args: argparse.Namespace, folder: Path) -> list[Result]:
     """The results of one kind in one size."""
     programs: dict[str, Program] = {}
-    variants = ["traced", *(["declared"] if kind in DECLARED else []), "transformers", "floor_products"]
-    given = {"peers": folder, "config": kind, "size": size, "variants": ",".join(variants)}
+    variants = {"traced": True} | ({"declared": True} if kind in DECLARED else {})
+    variants |= {"transformers": False, "floor_products": False}
     measured = launched(
         args.ranks,
         "bench.imported._worker",
         lambda work: programs.update(save_programs(work, kind, size, args.ranks)),
-        given,
+        variants,
+        {"peers": folder, "config": kind, "size": size},
         Passes.of(args),
     )
     return _summarised(f"{kind} {size}", args.ranks, measured, programs)

@@ -37,8 +37,9 @@ def run(
             (work / program_file(method)).write_bytes(pickle.dumps(program))
         torch.save(dict(subject.params(workload, cfg)), work / "params.pt")
 
-    arguments = {"subject": subject.name, "peers": folder, "config": config, "variants": ",".join(variants), **sizes}
-    measured = launched(ranks, "bench.parallel._worker", save, arguments, passes)
+    named = {variant: variant.partition(":")[0] in OURS for variant in variants}
+    arguments = {"subject": subject.name, "peers": folder, "config": config, **sizes}
+    measured = launched(ranks, "bench.parallel._worker", save, named, arguments, passes)
     facts = {"bench": subject.name, "ranks": ranks, "config": subject.label(config, sizes), "launches": passes.launches}
     return summarise(measured, subject.pairs, facts)
 

@@ -54,8 +54,9 @@ def _measured(case: str, ranks: int, lengths: str, args: argparse.Namespace, fol
         save_start(work, cfg, workload)
         save_program(work, case, cfg, mesh, strategy, cfg.batch if case == "lora" else cfg.batch // 2)
 
-    given = {"peers": folder, "config": args.config, "case": case, "lengths": lengths, "variants": f"mpar,{_PEERS[case]}"}
-    measured = launched(ranks, "bench.post_training._worker", save, given, Passes.of(args))
+    variants = {"mpar": True, _PEERS[case]: False}
+    given = {"peers": folder, "config": args.config, "case": case, "lengths": lengths}
+    measured = launched(ranks, "bench.post_training._worker", save, variants, given, Passes.of(args))
     about: dict[str, Json] = {"bench": "post_training", "config": args.config, "case": case, "ranks": ranks}
     about |= {"mesh": f"{'fsdp' if sharded else 'dp'}{ranks}", "lengths": lengths}
     return _summarised(case, measured, args, about)

@@ -40,12 +40,13 @@ def run(case: Case, schedules: Sequence[str], *, folder: Path, passes: Passes) -
     cfg = workload.CONFIGS[case.config]
     cfg = replace(cfg, batch=max(cfg.batch, case.microbatches))
     variants = [f"mpar:{s}" for s in schedules] + [f"torch:{s}" for s in schedules if s in TORCH] + ["floor"]
-    arguments = {"peers": folder, "config": case.config, "variants": ",".join(variants), "microbatches": case.microbatches}
+    arguments = {"peers": folder, "config": case.config, "microbatches": case.microbatches, "transport": case.transport}
     measured = launched(
         case.ranks,
         "bench.schedules._worker",
         lambda work: _save(work, cfg, workload, case, schedules),
-        arguments | {"transport": case.transport},
+        {variant: variant.partition(":")[0] == "mpar" for variant in variants},
+        arguments,
         passes,
     )
     return _summarise(case, passes.launches, measured)

@@ -32,7 +32,8 @@ def run(config: str, mesh: str, *, folder: Path, variants: Sequence[str], passes
         ranks,
         "bench.spmd._worker",
         lambda work: save_workload(work, workload.CONFIGS[config], workload, mesh),
-        {"peers": folder, "config": config, "mesh": mesh, "variants": ",".join(variants)},
+        {variant: variant.partition("_")[0] == "mpar" for variant in variants},
+        {"peers": folder, "config": config, "mesh": mesh},
         passes,
     )
     return summarise({"config": config, "mesh": mesh, "launches": passes.launches}, measured)

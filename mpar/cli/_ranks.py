@@ -9,10 +9,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["Ranks", "oom_kills"]
+__all__ = ["HUGE_PAGES", "Ranks", "oom_kills"]
 
 _LOOPBACK = "lo"
-_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """A step faults in again what the one before it has given back to the system: in pages of 2 MB, where the system has them on
 demand, in place of 4 KB. The variable is read once, when a process begins."""
 
@@ -36,7 +36,7 @@ class Ranks:
         """inherited: descriptors that the processes keep open. temp: the folder for their temporary files. first: the ranks
         before it are not started here."""
         self._first = first
-        common = {**_HUGE_PAGES, **os.environ, "TMPDIR": str(temp)}
+        common = {**HUGE_PAGES, **os.environ, "TMPDIR": str(temp)}
         self._processes: list[subprocess.Popen[bytes]] = []
         for rank in range(first, size):
             numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
