@@ -112,7 +112,11 @@ class _Ledger:
         items[:] = [item for item in items if item in selected]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A failure is named at once: a run that is cut short does not get to its summary."""
         self.seconds[report.nodeid] += report.duration
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None and terminal.verbosity == 0:
+            terminal.write(f"\nFAILED {report.nodeid} ({report.when})\n", red=True)
 
     def pytest_sessionfinish(self) -> None:
         if hasattr(self.config, "workerinput"):
