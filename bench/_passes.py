@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from bench._launch import Launch, launch_together
-from mpar.cli._ranks import HUGE_PAGES
+from mpar.cli._ranks import MALLOC
 
 __all__ = ["Measured", "Passes", "columns", "launched", "median_ms"]
 
@@ -73,7 +73,7 @@ def _in_turn(ranks: int, module: str, variants: Mapping[str, bool], given: Mappi
     for variant, ours in variants.items():
         told = {**given, "variants": variant, "order": ",".join(variants), "turns": f"127.0.0.1:{store.port}"}
         words = [word for key, value in told.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-        launches.append(Launch(ranks, module, words, HUGE_PAGES if ours else {}))
+        launches.append(Launch(ranks, module, words, MALLOC if ours else {}))
     return launch_together(launches)
 
 

@@ -9,17 +9,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["HUGE_PAGES", "Ranks", "oom_kills"]
+__all__ = ["MALLOC", "Ranks", "oom_kills"]
 
 _LOOPBACK = "lo"
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""A step faults in again what the one before it has given back to the system: in pages of 2 MB, where the system has them on
-demand, in place of 4 KB. The variable is read once, when a process begins."""
+_TUNABLES = {"mmap_threshold": 32 << 20, "trim_threshold": 16 << 30, "hugetlb": 1}
+MALLOC = {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in _TUNABLES.items())}
+"""What a step gives back stays with the process, which does not fault it in again in the next step: blocks of up to 32 MB, the
+most that glibc allows. Larger ones come in pages of 2 MB, where the system has them on demand. The variable is read once, when a
+process begins."""
 
 
 class Ranks:
     """Processes `python -m MODULE ARGUMENTS`, one for each rank, in sessions of their own: what the keyboard sends goes
-    to their launcher alone. What they listen on is the loopback interface. glibc gives them large pages, unless
+    to their launcher alone. What they listen on is the loopback interface. glibc keeps their memory for them, unless
     `GLIBC_TUNABLES` is set.
     """
 
@@ -36,7 +38,7 @@ class Ranks:
         """inherited: descriptors that the processes keep open. temp: the folder for their temporary files. first: the ranks
         before it are not started here."""
         self._first = first
-        common = {**HUGE_PAGES, **os.environ, "TMPDIR": str(temp)}
+        common = {**MALLOC, **os.environ, "TMPDIR": str(temp)}
         self._processes: list[subprocess.Popen[bytes]] = []
         for rank in range(first, size):
             numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}

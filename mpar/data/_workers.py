@@ -20,8 +20,8 @@ from mpar.parent_process import end_with_parent
 
 __all__ = ["Workers"]
 
-_AHEAD = 6  # items of each process that are under way or done
-_GIVEN = 2  # items that another process has or works on: this one looks after it once for each item of its own
+_AHEAD = 24  # items of each process that are under way or done: as many as are done while the others start
+_GIVEN = 4  # items that another process has or works on: this one looks after it once for each item of its own
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
 _Shared = TypeVar("_Shared")
 _Item = TypeVar("_Item")
