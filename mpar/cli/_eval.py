@@ -14,7 +14,7 @@ from mpar.cli._compose import compose_config
 from mpar.cli._later import later
 from mpar.cli._local_model import local_folder
 from mpar.cli._model_folder import model_folder
-from mpar.cli._screen import CountProgress, print_table, say, say_aside
+from mpar.cli._screen import CompileNotes, CountProgress, print_table, say, say_aside
 from mpar.cli._switches import answer_switches
 from mpar.errors import ConfigError, DataError
 from mpar.files import MAX_JSON_BYTES, Unreadable, read_json
@@ -96,7 +96,7 @@ def _evaluate(config: EvalConfig, path: str) -> dict[str, object]:
     folder = model_folder(Path(local_folder(path)), "evaluate")
     score_harness = _harness() if config.harness else None
     tasks = {name: later("mpar.infer").read_task(Path(name)) for name in config.tasks}
-    with answering(config, folder) as (model, assistant):
+    with answering(config, folder, CompileNotes(shown=config.execution == "inductor")) as (model, assistant):
         losses = {name: _loss(config, name, model, assistant) for name in config.sets}
         scores = {name: _scores(name, questions, assistant) for name, questions in tasks.items()}
         if score_harness is not None:

@@ -1,6 +1,8 @@
 """Inference by compiled programs. Importing this loads the compiler, which importing `mpar.infer` does not."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from mpar.errors import ConfigError
 from mpar.infer._compile_decode import compile_decode
 from mpar.infer._generate import continued
 from mpar.infer._lead import Leader, follow
-from mpar.infer._program_runner import ProgramRunner
+from mpar.infer._program_runner import Compiling, ProgramRunner
 from mpar.infer._row_runner import RowRunner
 from mpar.infer._sampling import Sampling
 from mpar.infer._scheduler import Sizes
@@ -19,7 +21,17 @@ from mpar.precision import Precision
 from mpar.strategy import Strategy, preset
 from mpar.tree import Tree
 
-__all__ = ["Leader", "ProgramRunner", "compile_decode", "divisible_pages", "follow", "generate", "make_runner", "num_groups"]
+__all__ = [
+    "Compiling",
+    "Leader",
+    "ProgramRunner",
+    "compile_decode",
+    "divisible_pages",
+    "follow",
+    "generate",
+    "make_runner",
+    "num_groups",
+]
 
 
 def make_runner(
@@ -32,19 +44,24 @@ def make_runner(
     precision: Precision | str | None = None,
     device: torch.device | str = "cpu",
     execution: str = "eager",
+    compiling: Compiling = nullcontext,
 ) -> ProgramRunner | RowRunner:
     """The runner for a model: by compiled programs, or in a single process row by row, in the dtype of the parameters, if the
     model cannot keep a cache of pages. The model may have adapters or quantised weights.
 
-    With a mesh of several ranks, `params` are as `ProgramRunner` says. Raises ConfigError if the model cannot run on it.
+    With a mesh of several ranks, `params` are as `ProgramRunner` says, and so are `execution` and `compiling`. Raises ConfigError
+    if the model cannot run on the mesh, or by this execution.
     """
     try:
         with_cache(model, CacheSizes(sizes.rows, sizes.rows, sizes.row_pages, sizes.page_size, sizes.pages))
     except ConfigError as error:
         if mesh is not None and mesh.size > 1:
             raise ConfigError(f"cannot run on {mesh}: {error}\nUse a single rank.") from None
+        if execution != "eager":
+            raise ConfigError(f"cannot run with execution={execution!r}: {error}\nUse execution=eager.") from None
         return RowRunner(model, params, sizes)
-    return ProgramRunner(model, params, sizes, mesh, strategy, precision=precision, device=device, execution=execution)
+    more: dict[str, Any] = {"precision": precision, "device": device, "execution": execution, "compiling": compiling}
+    return ProgramRunner(model, params, sizes, mesh, strategy, **more)
 
 
 def generate(

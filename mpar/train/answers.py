@@ -1,7 +1,7 @@
 """A model that answers: from a folder of Hugging Face, perhaps of quantised weights, and folders of adapters, on any mesh."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -11,9 +11,10 @@ from mpar import adapters, models
 from mpar.data import Tokenizer
 from mpar.errors import CheckpointError, ConfigError
 from mpar.infer import Assistant, Sampling, Sizes, end_ids
-from mpar.infer.compile import divisible_pages, make_runner, num_groups
+from mpar.infer.compile import Compiling, divisible_pages, make_runner, num_groups
 from mpar.mesh import Mesh
 from mpar.models import QUANTISATION, HfReader, Model, Read, Trainable
+from mpar.program import check_inductor
 from mpar.quantised import QuantisedReader, is_quantised_folder, quantised_as
 from mpar.strategy import Strategy
 from mpar.train._adapters import adapted_part
@@ -41,6 +42,7 @@ def load_assistant(
     by_name: Mapping[str, str] | None = None,
     execution: str = "eager",
     length: int | None = None,
+    compiling: Compiling = nullcontext,
 ) -> tuple[Model, Assistant]:
     """The model in an HF `folder`, and an assistant that answers with it up to `rows` requests at the same time.
 
@@ -48,7 +50,7 @@ def load_assistant(
     ConfigError if the model has learned fewer positions. Weights that are quantised stay so. `group`: how the model was made, if
     the folder alone does not tell because it is a plug-in's. adapter: a folder of PEFT, whose adapter the programs compute beside
     the weights. by_name: such folders by the names of their adapters, of which each request has one or none; ConfigError if both
-    are given, or as `adapters.bank_of`. execution: "eager" or "inductor", as `Program.bind` says.
+    are given, or as `adapters.bank_of`. execution: "eager" or "inductor", as `Program.bind` says; compiling: see `ProgramRunner`.
     mesh, strategy: with several ranks, where parameters are; every process of torch.distributed reads its own. If they are in
     groups, there are as many more rows as make all groups equal.
     """
@@ -58,6 +60,8 @@ def load_assistant(
             f"cannot add the adapter {adapter} to all answers and choose among {', '.join(by_name)} for each: a model has the "
             "one or the others.\nGive all of them as adapters=, or merge the first into the model."
         )
+    if execution == "inductor":
+        check_inductor("cpu")  # reading weights in vain takes long
     plain = _plain(folder, group, dtype)
     model = _with_adapters(plain, folder, adapter, by_name or {})
     with _reading(model, plain, folder, adapter, by_name or {}) as read:
@@ -74,7 +78,7 @@ def load_assistant(
         page_size=_PAGE_SIZE,
         groups=groups,
     )
-    runner = make_runner(model, params, sizes, mesh, strategy, execution=execution)
+    runner = make_runner(model, params, sizes, mesh, strategy, execution=execution, compiling=compiling)
     return plain, Assistant(runner, Tokenizer.from_folder(folder), end_ids(plain))
 
 
