@@ -92,6 +92,11 @@ class WrappedModel(Trainable):
         return self.base.matrices
 
     @property
+    def read_whole(self) -> frozenset[str]:
+        """As `base`."""
+        return self.base.read_whole
+
+    @property
     def sequential(self) -> bool:
         """As `base`."""
         return self.base.sequential
