@@ -20,6 +20,7 @@ from mpar.cli._ranks import Ranks
 from mpar.cli._screen import CompileNotes
 from mpar.errors import MparError, ProgramError
 from mpar.train import MeshConfig, StrategyConfig, key
+from mpar.user_cache import user_cache
 
 if TYPE_CHECKING:
     from mpar.infer import Assistant  # which loads torch
@@ -62,6 +63,9 @@ class AnswerKeys:
     execution: str = key(
         "eager: run the generated code; inductor: compile it with torch's Inductor, which takes a while and needs a C++ compiler",
         default="eager",
+    )
+    compile_cache: str | None = key(
+        "folder in which programs are kept from run to run; user: ~/.cache/mpar/answers; null: nothing is kept", default="user"
     )
     mesh: MeshConfig
     strategy: StrategyConfig
@@ -110,7 +114,7 @@ def answering(
         try:
             follower.meet(job, 0, size)
             model, assistant = load(config, folder, notes)
-            leader = later("mpar.infer.compile").Leader(assistant.engine.runner)
+            leader = later("mpar.infer.run").Leader(assistant.engine.runner)
             assistant.engine.runner = leader
             yield model, assistant
             watch.end()
@@ -180,4 +184,11 @@ def load(config: AnswerKeys, folder: Path, notes: CompileNotes | None = None) ->
         execution=config.execution,
         length=config.length,
         compiling=notes or contextlib.nullcontext,
+        kept_programs=_cache_folder(config.compile_cache),
+        warn=notes.warn if notes else lambda text: None,
     )
+
+
+def _cache_folder(name: str | None) -> Path | None:
+    """The folder that `compile_cache` names."""
+    return user_cache() / "answers" if name == "user" else None if name is None else Path(name)

@@ -113,8 +113,14 @@ class CompileNotes:
     """
 
     def __init__(self, *, shown: bool) -> None:
-        self._shown = shown
+        self._shown, self._warned = shown, False
         self.total_s = 0.0
+
+    def warn(self, text: str) -> None:
+        """Print why a program that is kept is not used, or is not kept: the first reason, as it often is that of all programs."""
+        if not self._warned:
+            say_aside(f"warning: {text}")
+        self._warned = True
 
     @contextlib.contextmanager
     def __call__(self, what: str) -> Iterator[None]:

@@ -1,9 +1,11 @@
 """Program runner: carries out the steps of an engine by compiled programs, on one rank or on all ranks of a mesh."""
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -12,7 +14,6 @@ from torch.nn.functional import pad
 from mpar import tree
 from mpar.errors import ConfigError
 from mpar.infer._check_params import check_params
-from mpar.infer._compile_decode import compile_decode
 from mpar.infer._packed_params import Packing, packings
 from mpar.infer._pages import SPARE_PAGE
 from mpar.infer._scheduler import Sizes
@@ -23,17 +24,19 @@ from mpar.mesh import Mesh
 from mpar.models import CacheSizes, ScoredDecoder, Trainable
 from mpar.precision import Precision
 from mpar.program import Program, RankRun, Replay, State, batch_rows
-from mpar.program.compile import compile_forward
 from mpar.strategy import Strategy, preset
 from mpar.tree import Tree
 
-__all__ = ["Compiling", "ProgramRunner"]
+__all__ = ["Compiling", "Kept", "ProgramRunner", "anew"]
 
 _PARAMS = "params."
 Run = Callable[[State, Mapping[str, Tensor]], tuple[State, dict[str, Tensor]]]
 """`run(state, batch)` gives the new state and the results of a step."""
 Compiling = Callable[[str], AbstractContextManager[object]]
 """`with compiling(what):` stands around the work of compiling a program; `what` says which, as in "steps of up to 16 tokens"."""
+Kept = Callable[[str, Callable[[], Program]], Program]
+"""`kept(role, make)` gives the program for `role`: one that was kept from another time, or that of `make`. The role tells
+programs of one model apart."""
 _FIRST, _GROWTH = (1, 4, 8, 16), 4
 """The numbers of tokens for which there are programs: these, and then each exceeds the one before by a factor. More of them would
 mean less padding, but more to compile; most steps of an engine have one token of each of a few rows."""
@@ -43,6 +46,11 @@ _FILL = {"tokens": 0, "positions": 0, "rows": -1}
 """What the entries of a batch have for padding."""
 
 
+def anew(role: str, make: Callable[[], Program]) -> Program:
+    """The program of `make`: nothing is kept."""
+    return make()
+
+
 class ProgramRunner:
     """A runner of a model that has a cache of pages. Its programs for several numbers of tokens share one state; each is compiled
     when a step first needs it, or by `prepare`.
@@ -50,7 +58,7 @@ class ProgramRunner:
     mesh: with several ranks, every process of torch.distributed has a runner, and all are given the same steps. The leaves of
           `params` are global tensors, or DTensors placed as the program stores them. Ranks that share data have groups of rows.
     execution: how programs run, as `Program.bind` says. "cuda_graph" records each at its second step, on one GPU.
-    compiling: is told when a program is compiled, for which steps have to wait.
+    compiling: is told when a program is compiled, for which steps have to wait. kept: may have programs of other times.
     Raises ConfigError for a model without such a cache, and for rows that are longer than it has learned positions.
     """
 
@@ -66,6 +74,7 @@ class ProgramRunner:
         device: torch.device | str = "cpu",
         execution: str = "eager",
         compiling: Compiling = nullcontext,
+        kept: Kept = anew,
     ) -> None:
         if model.max_positions is not None and sizes.length > model.max_positions:
             raise ConfigError(
@@ -76,11 +85,21 @@ class ProgramRunner:
         self.shares_pages = not model.sequential  # the state of a scan is in no page
         mesh, table = mesh or Mesh(tp=1), preset(strategy) if isinstance(strategy, str) else strategy
         kernels = kernels_for("auto", self.device)
+        how = f"{mesh} {table} {precision} {kernels}"
+
+        def compile_decode(cache: CacheSizes) -> Program:
+            def make() -> Program:
+                return _compiler().compile_decode(model, mesh, table, cache, precision=precision, kernels=kernels)
+
+            return kept(f"decode {cache} {how}", make)
 
         def compile_scores(chain: ScoredDecoder) -> Program:
-            return compile_forward(chain, mesh, table, chain.batch_shape, precision=precision, kernels=kernels)
+            def make() -> Program:
+                return _compiler().compile_scores(chain, mesh, table, precision=precision, kernels=kernels)
 
-        self._compile = functools.partial(compile_decode, model, mesh, table, precision=precision, kernels=kernels)
+            return kept(f"scores {chain.length} {chain.groups} {chain.num_likeliest} {how}", make)
+
+        self._compile = compile_decode
         self.programs: dict[int, Program] = {}
         self._runs: dict[int, Run] = {}
         self.counts = _counts(sizes.tokens, _unit(table, mesh))
@@ -207,6 +226,10 @@ class ProgramRunner:
     def scores(self, texts: Sequence[Tensor], num_likeliest: int, adapter: int = 0) -> list[Scores]:
         """See `Runner`."""
         return self._scorer(self.state.leaves, texts, num_likeliest, adapter)
+
+
+def _compiler() -> ModuleType:
+    return importlib.import_module("mpar.infer._compile_decode")
 
 
 def _steps(count: int) -> str:

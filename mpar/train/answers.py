@@ -1,24 +1,27 @@
 """A model that answers: from a folder of Hugging Face, perhaps of quantised weights, and folders of adapters, on any mesh."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mpar import adapters, models
+from mpar import adapters, models, tree
+from mpar.code_facts import code_facts, digest_of
 from mpar.data import Tokenizer
 from mpar.errors import CheckpointError, ConfigError
 from mpar.infer import Assistant, Sampling, Sizes, end_ids
-from mpar.infer.compile import Compiling, divisible_pages, make_runner, num_groups
+from mpar.infer.run import Compiling, Kept, anew, divisible_pages, make_runner, num_groups
 from mpar.mesh import Mesh
 from mpar.models import QUANTISATION, HfReader, Model, Read, Trainable
-from mpar.program import check_inductor
+from mpar.program import Program, check_inductor
 from mpar.quantised import QuantisedReader, is_quantised_folder, quantised_as
 from mpar.strategy import Strategy
 from mpar.train._adapters import adapted_part
 from mpar.train._config import ModelConfig
+from mpar.train._program_cache import COMPILER_PACKAGES, ProgramCache
 from mpar.train._quantised import quantised_part
 from mpar.train._setup import model_of
 
@@ -43,6 +46,8 @@ def load_assistant(
     execution: str = "eager",
     length: int | None = None,
     compiling: Compiling = nullcontext,
+    kept_programs: Path | None = None,
+    warn: Callable[[str], object] = lambda text: None,
 ) -> tuple[Model, Assistant]:
     """The model in an HF `folder`, and an assistant that answers with it up to `rows` requests at the same time.
 
@@ -51,6 +56,8 @@ def load_assistant(
     the folder alone does not tell because it is a plug-in's. adapter: a folder of PEFT, whose adapter the programs compute beside
     the weights. by_name: such folders by the names of their adapters, of which each request has one or none; ConfigError if both
     are given, or as `adapters.bank_of`. execution: "eager" or "inductor", as `Program.bind` says; compiling: see `ProgramRunner`.
+    kept_programs: the folder of compiled programs that are kept from run to run, not those of a plug-in's model; None: nothing is
+    kept. warn: is told what is wrong with an entry there, which is then not used.
     mesh, strategy: with several ranks, where parameters are; every process of torch.distributed reads its own. If they are in
     groups, there are as many more rows as make all groups equal.
     """
@@ -78,7 +85,10 @@ def load_assistant(
         page_size=_PAGE_SIZE,
         groups=groups,
     )
-    runner = make_runner(model, params, sizes, mesh, strategy, execution=execution, compiling=compiling)
+    kept: Kept = anew
+    if kept_programs is not None and (group is None or group.plugin is None):
+        kept = _kept(kept_programs, model, warn)
+    runner = make_runner(model, params, sizes, mesh, strategy, execution=execution, compiling=compiling, kept=kept)
     return plain, Assistant(runner, Tokenizer.from_folder(folder), end_ids(plain))
 
 
@@ -86,6 +96,23 @@ def answer(folder: Path, questions: Sequence[str], *, max_new_tokens: int, group
     """The answers of the model in an HF `folder`, always with the likeliest tokens. Each question is asked by itself."""
     _, assistant = load_assistant(folder, group)
     return assistant.answer(questions, Sampling(max_tokens=max_new_tokens))
+
+
+def _kept(folder: Path, model: Trainable, warn: Callable[[str], object]) -> Kept:
+    """What gives the programs of a model: those in `folder`, where all others are then kept."""
+    cache, bank = ProgramCache(folder), adapted_part(model)
+    columns = bank.columns if isinstance(bank, adapters.AdapterBank) else None  # which ranks belong to which adapter
+    leaves = [(path, tuple(leaf.shape), str(leaf.dtype)) for path, leaf in tree.leaves_with_path(model.abstract_params)]
+    facts = [model.hf_config, repr(model.settings), columns, leaves, code_facts(COMPILER_PACKAGES)]
+
+    def kept(role: str, make: Callable[[], Program]) -> Program:
+        key = digest_of([(role, json.dumps(facts, sort_keys=True, default=repr).encode())])
+        program, _, problems = cache.find(key, make)
+        for problem in problems:
+            warn(problem)
+        return program
+
+    return kept
 
 
 def _room(model: Trainable, length: int | None) -> int:
