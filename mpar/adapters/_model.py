@@ -175,10 +175,10 @@ class AdaptedModel(WrappedModel):
         return None
 
     @property
-    def read_whole(self) -> frozenset[str]:
+    def not_only_multiplied(self) -> frozenset[str]:
         """Besides those of `base` the matrices with DoRA, whose norms it computes."""
         by_norm = [adapted for name, lora in self.adapters if lora.dora for adapted in self.adapted[name]]
-        return self.base.read_whole | {leaf.path for adapted in by_norm for leaf in adapted.matrix.leaves}
+        return self.base.not_only_multiplied | {leaf.path for adapted in by_norm for leaf in adapted.matrix.leaves}
 
     @property
     def drops(self) -> bool:

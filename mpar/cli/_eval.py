@@ -144,7 +144,7 @@ def _read_results(path: Path) -> dict[str, object]:
     try:
         results = read_json(path, MAX_JSON_BYTES)
     except Unreadable as error:
-        raise DataError(f"cannot compare {path}: {error}.") from None
+        raise ConfigError(f"cannot compare {path}: {error}.") from None
     if not isinstance(results.get("sets"), Mapping) or not isinstance(results.get("tasks"), Mapping):
         raise DataError(f"cannot compare {path}: it has no results of `mpar eval out=...`.")
     return results

@@ -113,14 +113,12 @@ class CompileNotes:
     """
 
     def __init__(self, *, shown: bool) -> None:
-        self._shown, self._warned = shown, False
+        self._shown = shown
         self.total_s = 0.0
 
     def warn(self, text: str) -> None:
-        """Print why a program that is kept is not used, or is not kept: the first reason, as it often is that of all programs."""
-        if not self._warned:
-            say_aside(f"warning: {text}")
-        self._warned = True
+        """Print what is not as one may expect: a program that is kept and was not used, or a length beyond that of the model."""
+        say_aside(f"warning: {text}")
 
     @contextlib.contextmanager
     def __call__(self, what: str) -> Iterator[None]:

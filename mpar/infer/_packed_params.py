@@ -41,8 +41,8 @@ def packings(model: Trainable, program: Program, rank: int) -> dict[str, Packing
     found = {}
     for matrix in plain.matrices:
         for leaf in matrix.leaves:
-            path, multiplied = f"params.{leaf.path}", matrix.kind in ("linear", "head") and leaf.path not in model.read_whole
-            if multiplied and "embed" in axes[leaf.path] and path in stored:
+            path, is_read = f"params.{leaf.path}", leaf.path in model.not_only_multiplied
+            if matrix.kind in ("linear", "head") and "embed" in axes[leaf.path] and path in stored and not is_read:
                 given = tuple(leaf.dims.index(name) for name in leaf.letters("given"))
                 found[path] = Packing(given, keep=matrix.kind == "head")
     return found

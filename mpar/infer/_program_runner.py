@@ -80,7 +80,7 @@ class ProgramRunner:
             raise ConfigError(
                 f"cannot answer with up to {sizes.length} tokens in a row: this model has learned {model.max_positions} positions"
             )
-        self.model, self.sizes, self.vocab_size, self.device = model, sizes, model.vocab_size, torch.device(device)
+        self.model, self.sizes, self.device = model, sizes, torch.device(device)
         self._execution, self._compiling = execution, compiling
         self.shares_pages = not model.sequential  # the state of a scan is in no page
         mesh, table = mesh or Mesh(tp=1), preset(strategy) if isinstance(strategy, str) else strategy
@@ -109,6 +109,11 @@ class ProgramRunner:
         with compiling(_steps(self.counts[0])):
             self.state = self._first_state(self._program(self.counts[0]), params)
             self._bind(self.counts[0])
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Runner`."""
+        return self.model.vocab_size
 
     @property
     def adapters(self) -> Sequence[str]:

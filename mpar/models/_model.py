@@ -106,7 +106,7 @@ class Trainable(Chain):
         return tuple(Matrix(path, "linear", (MatrixLeaf(path, path, ("d", "f"), "d", "f"),)) for path, x in leaves if x.ndim == 2)
 
     @property
-    def read_whole(self) -> frozenset[str]:
+    def not_only_multiplied(self) -> frozenset[str]:
         """The paths of parameters of `plain` that this model reads by other ops too, where `plain` only multiplies with them. By
         default none."""
         return frozenset()

@@ -92,9 +92,9 @@ class WrappedModel(Trainable):
         return self.base.matrices
 
     @property
-    def read_whole(self) -> frozenset[str]:
+    def not_only_multiplied(self) -> frozenset[str]:
         """As `base`."""
-        return self.base.read_whole
+        return self.base.not_only_multiplied
 
     @property
     def sequential(self) -> bool:
