@@ -129,7 +129,7 @@ def test_length_bounds_a_prompt_and_its_answer(folders, tmp_path):
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}, 64),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 16}}, 32),
     ],
-    ids=lambda value: str(value) if isinstance(value, int) else (value.get("rope_scaling") or {"rope_type": "plain"})["rope_type"],
+    ids=["plain", "linear", "dynamic", "yarn", "short yarn"],
 )
 def test_positions_that_a_config_states(folders, tmp_path, changes, expected):
     """Without `length` a model answers as far as its config says; beyond, one line warns, with both numbers."""
