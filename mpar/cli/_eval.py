@@ -110,6 +110,8 @@ def _loss(config: EvalConfig, name: str, model: "Model", assistant: "Assistant")
     """The loss on one set."""
     data = later("mpar.data")
     seq_len = min(config.seq_len, assistant.engine.runner.sizes.length)
+    if seq_len < config.seq_len:
+        say_aside(f"{name}: rows are cut at {seq_len} tokens, the room that this model has, and not at seq_len={config.seq_len}")
     settings = data.DataConfig(
         kind=config.kind, sources=(name,), batch_size=1, seq_len=seq_len, packing=False, shuffle=False, truncation="split"
     )

@@ -163,7 +163,7 @@ def compiled(run: Code) -> Code:
     functions: dict[tuple[object, ...], Callable[..., tuple[Tensor, ...]]] = {}
 
     def call(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
-        key = (id(comm), *[(type(x), x.stride()) for x in args])  # shapes and dtypes are those of the program
+        key = (id(comm), *map(type, args), *[x.stride() for x in args])  # shapes and dtypes are those of the program
         if key not in functions:
             functions[key] = _compile(run, args, comm)
         operands = tuple(args)

@@ -128,6 +128,17 @@ def test_what_the_compiler_says_is_shown(monkeypatch):
         inductor_compile(torch.nn.Module(), [])
 
 
+def test_scores_are_compiled(monkeypatch):
+    """Programs that score texts run by the same execution as steps."""
+    graphs = []
+    monkeypatch.setattr(_inductor, "inductor_compile", lambda graph, operands: graphs.append(graph) or graph)
+    model = models.build("llama", KINDS["llama"].base)
+    runner = make_runner(model, model.init(0), Sizes(rows=1, tokens=4, pages=9, page_size=4, length=16), execution="inductor")
+    graphs.clear()
+    runner.scores([torch.tensor([1, 5, 2])], 1)
+    assert graphs
+
+
 def test_models_without_programs_cannot_be_compiled():
     """A model that is read row by row would run as without, so it is refused, with why."""
     model = models.build("llama", {**KINDS["llama"].base, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})
