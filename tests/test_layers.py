@@ -199,7 +199,7 @@ LAZY = {
     "mpar/torch_private.py": "private names of torch, of which a rank needs few",
     "mpar/train/prepare.py": "the compiler, which a run whose program is kept does not need",
     "mpar/train/__init__.py": "public names, so that a wrong value is refused before torch is loaded",
-    "mpar/train/_rollouts.py": "the compiler of the sampler, which only a task that draws answers needs",
+    "mpar/train/_rollouts.py": "the runners of the sampler, which only a task that draws answers needs",
     "mpar/train/_metrics.py": "tensorboard, where it is installed",
 }
 

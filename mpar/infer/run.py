@@ -26,6 +26,7 @@ __all__ = [
     "follow",
     "make_runner",
     "num_groups",
+    "why_row_by_row",
 ]
 
 
@@ -48,17 +49,25 @@ def make_runner(
     With a mesh of several ranks, `params` are as `ProgramRunner` says, and so are `execution`, `compiling` and `kept`. Raises
     ConfigError if the model cannot run on the mesh, or by this execution.
     """
-    try:
-        with_cache(model, CacheSizes(sizes.rows, sizes.rows, sizes.row_pages, sizes.page_size, sizes.pages))
-    except ConfigError as error:
+    why = why_row_by_row(model, sizes)
+    if why is not None:
         if mesh is not None and mesh.size > 1:
-            raise ConfigError(f"cannot run on {mesh}: {error}\nUse a single rank.") from None
+            raise ConfigError(f"cannot run on {mesh}: {why}\nUse a single rank.")
         if execution != "eager":
-            raise ConfigError(f"cannot run with execution={execution!r}: {error}\nUse execution=eager.") from None
+            raise ConfigError(f"cannot run with execution={execution!r}: {why}\nUse execution=eager.")
         return RowRunner(model, params, sizes)
     more: dict[str, Any] = {"precision": precision, "device": device, "execution": execution}
     more |= {"compiling": compiling, "kept": kept}
     return ProgramRunner(model, params, sizes, mesh, strategy, **more)
+
+
+def why_row_by_row(model: Trainable, sizes: Sizes) -> str | None:
+    """Why there are no programs for a model, so that it is read row by row; None if there are."""
+    try:
+        with_cache(model, CacheSizes(sizes.rows, sizes.rows, sizes.row_pages, sizes.page_size, sizes.pages))
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def divisible_pages(num_pages: int, mesh: Mesh, strategy: Strategy | str) -> int:
