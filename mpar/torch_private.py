@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from mpar.errors import ConfigError
+
 __all__ = [
     "apart_from_the_trace",
     "checkpoint_disabled",
@@ -74,6 +76,7 @@ _LAZY = {
     "while_loop_op": "torch._higher_order_ops.while_loop",
 }
 
+_COMPILER_LINES = 12  # the last ones that a compiler prints
 data_checks = frozenset({torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.msg})
 """Ops without a result, which raise an error for some data: compiled functions do without them."""
 flash_attention_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -123,10 +126,22 @@ def has_cpp_compiler() -> bool:
 def inductor_compile(graph: torch.nn.Module, operands: Sequence[torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
     """A graph of torch's ops as a function that Inductor has compiled for operands with the shapes, strides and dtypes of these.
 
-    The graph may overwrite its operands. The function checks strides, and nothing else of what it is given.
+    The graph may overwrite its operands. The function checks strides, and nothing else of what it is given. Raises ConfigError
+    with what the C++ compiler says if that fails, as it does where the headers of Python are not installed.
     """
     compiler: Any = importlib.import_module("torch._inductor")
-    return compiler.standalone_compile(graph, list(operands), dynamic_shapes="from_example_inputs")
+    errors: Any = importlib.import_module("torch._inductor.exc")
+    try:
+        return compiler.standalone_compile(graph, list(operands), dynamic_shapes="from_example_inputs")
+    except errors.InductorError as error:
+        failed = error.inner_exception
+        if not isinstance(failed, errors.CppCompileError):
+            raise
+        said = "\n  ".join(failed.output.strip().splitlines()[-_COMPILER_LINES:])
+        raise ConfigError(
+            f"cannot compile with execution='inductor': the C++ compiler {failed.cmd[0]} has failed:\n  {said}\n"
+            "Mend its installation, or name another one in the environment variable CXX, or use execution='eager'."
+        ) from None
 
 
 def split_graph(graph: torch.nn.Module, part_of: Callable[[torch.fx.Node], int]) -> torch.nn.Module:

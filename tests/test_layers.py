@@ -188,6 +188,7 @@ LAZY = {
     "mpar/data/_fast_encoder.py": "gigatoken, where it is installed",
     "mpar/data/_tokenizer_files.py": "sentencepiece, tiktoken and transformers, where a tokenizer is in their files",
     "mpar/data/reading/_files.py": "what reads tables, other file systems and zstd, where it is installed",
+    "mpar/infer/_program_runner.py": "the compiler, which answers whose programs are kept do not need",
     "mpar/infer/_grammar.py": "llguidance, where it is installed",
     "mpar/models/traced/__init__.py": "public names, so that a declared model loads no tracer",
     "mpar/models/traced/_skeleton.py": "transformers, where it is installed",
@@ -198,7 +199,7 @@ LAZY = {
     "mpar/torch_private.py": "private names of torch, of which a rank needs few",
     "mpar/train/prepare.py": "the compiler, which a run whose program is kept does not need",
     "mpar/train/__init__.py": "public names, so that a wrong value is refused before torch is loaded",
-    "mpar/train/_rollouts.py": "the compiler of the sampler, which only a task that draws answers needs",
+    "mpar/train/_rollouts.py": "the runners of the sampler, which only a task that draws answers needs",
     "mpar/train/_metrics.py": "tensorboard, where it is installed",
 }
 

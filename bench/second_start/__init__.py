@@ -1,1 +1,2 @@
-"""From the command to the first step of `mpar train`, without and with a kept program: `python -m bench.second_start`."""
+"""From a command to the first step of `mpar train`, or to the end of an answer of `mpar generate`, without and with what is kept:
+`python -m bench.second_start`."""

@@ -175,6 +175,12 @@ class AdaptedModel(WrappedModel):
         return None
 
     @property
+    def not_only_multiplied(self) -> frozenset[str]:
+        """Besides those of `base` the matrices with DoRA, whose norms it computes."""
+        by_norm = [adapted for name, lora in self.adapters if lora.dora for adapted in self.adapted[name]]
+        return self.base.not_only_multiplied | {leaf.path for adapted in by_norm for leaf in adapted.matrix.leaves}
+
+    @property
     def drops(self) -> bool:
         """Whether an active adapter has dropout."""
         return any(lora.dropout > 0 for name, lora in self.adapters if name in self.active)

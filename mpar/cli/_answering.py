@@ -17,9 +17,10 @@ from mpar.cli._later import later
 from mpar.cli._launch import RankFailure
 from mpar.cli._model_folder import model_of_run
 from mpar.cli._ranks import Ranks
-from mpar.cli._screen import say_aside
+from mpar.cli._screen import CompileNotes
 from mpar.errors import MparError, ProgramError
 from mpar.train import MeshConfig, StrategyConfig, key
+from mpar.user_cache import user_cache
 
 if TYPE_CHECKING:
     from mpar.infer import Assistant  # which loads torch
@@ -63,6 +64,9 @@ class AnswerKeys:
         "eager: run the generated code; inductor: compile it with torch's Inductor, which takes a while and needs a C++ compiler",
         default="eager",
     )
+    compile_cache: str | None = key(
+        "folder in which programs are kept from run to run; user: ~/.cache/mpar/answers; null: nothing is kept", default="user"
+    )
     mesh: MeshConfig
     strategy: StrategyConfig
 
@@ -89,18 +93,17 @@ def answer_problems(config: AnswerKeys) -> list[str]:
 
 @contextlib.contextmanager
 def answering(
-    config: AnswerKeys, folder: Path, lost: Callable[[str], object] = lambda text: None
+    config: AnswerKeys, folder: Path, notes: CompileNotes, lost: Callable[[str], object] = lambda text: None
 ) -> Iterator[tuple["Model", "Assistant"]]:
     """The model in a folder of Hugging Face, and an assistant that answers with it, on the ranks of `config`.
 
+    notes: is told when programs are compiled, on this rank; the others do so at the same time.
     lost: is called, in a thread of its own, with what happened to a rank that has ended before all was done.
     Raises RankFailure when the work failed because of that, or the MparError that a rank has raised. No rank is left in any case.
     """
     size = math.prod(asdict(config.mesh).values())
-    if config.execution == "inductor":
-        say_aside("execution=inductor: programs are compiled when they are first needed, for seconds to a minute; this is kept")
     if size == 1:
-        yield load(config, folder)
+        yield load(config, folder, notes)
         return
     follower = later("mpar.cli._follower")
     with job_folder() as job:
@@ -110,8 +113,8 @@ def answering(
         watch = _Watch(ranks, job, lost)
         try:
             follower.meet(job, 0, size)
-            model, assistant = load(config, folder)
-            leader = later("mpar.infer.compile").Leader(assistant.engine.runner)
+            model, assistant = load(config, folder, notes)
+            leader = later("mpar.infer.run").Leader(assistant.engine.runner)
             assistant.engine.runner = leader
             yield model, assistant
             watch.end()
@@ -164,8 +167,8 @@ class _Watch(threading.Thread):
         return RankFailure("; ".join(f"rank {rank} {end}" for rank, end in zip(codes, ends, strict=True)))
 
 
-def load(config: AnswerKeys, folder: Path) -> tuple["Model", "Assistant"]:
-    """The model and an assistant in this process, which is one of the ranks of `config`."""
+def load(config: AnswerKeys, folder: Path, notes: CompileNotes | None = None) -> tuple["Model", "Assistant"]:
+    """The model and an assistant in this process, which is one of the ranks of `config`. notes: see `answering`."""
     train, answers = later("mpar.train"), later("mpar.train.answers")
     mesh, strategy = train.make_mesh(config.mesh), train.make_strategy(config.strategy, config.mesh)
     dtype = getattr(later("torch"), config.dtype)
@@ -180,4 +183,12 @@ def load(config: AnswerKeys, folder: Path) -> tuple["Model", "Assistant"]:
         strategy=strategy,
         execution=config.execution,
         length=config.length,
+        compiling=notes or contextlib.nullcontext,
+        kept_programs=_cache_folder(config.compile_cache),
+        warn=notes.warn if notes else lambda text: None,
     )
+
+
+def _cache_folder(name: str | None) -> Path | None:
+    """The folder that `compile_cache` names."""
+    return user_cache() / "answers" if name == "user" else None if name is None else Path(name)

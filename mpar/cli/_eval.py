@@ -14,7 +14,7 @@ from mpar.cli._compose import compose_config
 from mpar.cli._later import later
 from mpar.cli._local_model import local_folder
 from mpar.cli._model_folder import model_folder
-from mpar.cli._screen import CountProgress, print_table, say, say_aside
+from mpar.cli._screen import CompileNotes, CountProgress, print_table, say, say_aside
 from mpar.cli._switches import answer_switches
 from mpar.errors import ConfigError, DataError
 from mpar.files import MAX_JSON_BYTES, Unreadable, read_json
@@ -96,7 +96,7 @@ def _evaluate(config: EvalConfig, path: str) -> dict[str, object]:
     folder = model_folder(Path(local_folder(path)), "evaluate")
     score_harness = _harness() if config.harness else None
     tasks = {name: later("mpar.infer").read_task(Path(name)) for name in config.tasks}
-    with answering(config, folder) as (model, assistant):
+    with answering(config, folder, CompileNotes(shown=config.execution == "inductor")) as (model, assistant):
         losses = {name: _loss(config, name, model, assistant) for name in config.sets}
         scores = {name: _scores(name, questions, assistant) for name, questions in tasks.items()}
         if score_harness is not None:
@@ -110,6 +110,8 @@ def _loss(config: EvalConfig, name: str, model: "Model", assistant: "Assistant")
     """The loss on one set."""
     data = later("mpar.data")
     seq_len = min(config.seq_len, assistant.engine.runner.sizes.length)
+    if seq_len < config.seq_len:
+        say_aside(f"{name}: rows are cut at {seq_len} tokens, the room that this model has, and not at seq_len={config.seq_len}")
     settings = data.DataConfig(
         kind=config.kind, sources=(name,), batch_size=1, seq_len=seq_len, packing=False, shuffle=False, truncation="split"
     )
@@ -144,7 +146,7 @@ def _read_results(path: Path) -> dict[str, object]:
     try:
         results = read_json(path, MAX_JSON_BYTES)
     except Unreadable as error:
-        raise DataError(f"cannot compare {path}: {error}.") from None
+        raise ConfigError(f"cannot compare {path}: {error}.") from None
     if not isinstance(results.get("sets"), Mapping) or not isinstance(results.get("tasks"), Mapping):
         raise DataError(f"cannot compare {path}: it has no results of `mpar eval out=...`.")
     return results

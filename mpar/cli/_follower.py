@@ -16,7 +16,7 @@ from mpar.cli._answering import AnswerKeys, ChoiceKeys, load
 from mpar.cli._bind import bind
 from mpar.cli._failures import write_failure
 from mpar.cli._signals import ignore_signals
-from mpar.infer.compile import follow
+from mpar.infer.run import follow
 from mpar.parent_process import end_with_parent
 
 __all__ = ["main", "meet", "write_request"]

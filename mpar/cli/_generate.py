@@ -16,7 +16,7 @@ from mpar.cli._later import later
 from mpar.cli._local_model import local_folder
 from mpar.cli._model_folder import model_folder
 from mpar.cli._prompts import Prompt, read_prompts
-from mpar.cli._screen import AnswerProgress, say, say_aside
+from mpar.cli._screen import AnswerProgress, CompileNotes, say, say_aside
 from mpar.cli._switches import answer_switches
 from mpar.errors import ConfigError, UnknownNameError, brief
 from mpar.files import MAX_JSON_BYTES, Unreadable, read_json
@@ -80,14 +80,15 @@ def main(args: Sequence[str]) -> int:
     folder = model_folder(Path(local_folder(config.path)))
     prompts = _prompts(config)
     count = len(prompts or [0]) * config.num_answers
-    with answering(replace(config, rows=min(config.rows, count)), folder) as (model, assistant):
+    notes = CompileNotes(shown=config.execution == "inductor")
+    with answering(replace(config, rows=min(config.rows, count)), folder, notes) as (model, assistant):
         sampling = _sampling(config, model, folder)
         if prompts is None:
             _talk(config, assistant, sampling)
         elif config.prompts is None and config.num_answers == 1 and config.logprobs is None:
             _stream(_begin(assistant, prompts[0], sampling), assistant)
         else:
-            _answer_all(config, assistant, prompts, sampling)
+            _answer_all(config, assistant, prompts, sampling, notes)
     return 0
 
 
@@ -205,11 +206,14 @@ def _talk(config: GenerateConfig, assistant: "Assistant", sampling: "Sampling") 
         messages.append({"role": "assistant", "content": said})
 
 
-def _answer_all(config: GenerateConfig, assistant: "Assistant", prompts: Sequence[Prompt], sampling: "Sampling") -> None:
-    """Answer all prompts, in their order; an answer is written once those before it are."""
-    began, num_tokens = time.monotonic(), 0
+def _answer_all(
+    config: GenerateConfig, assistant: "Assistant", prompts: Sequence[Prompt], sampling: "Sampling", notes: CompileNotes
+) -> None:
+    """Answer all prompts, in their order; an answer is written once those before it are. The time that programs took to compile
+    is said, and does not count as time of answers."""
     named = [(p, cast("str | None", _adapter(config, p))) for p in prompts]  # `_prompts` has checked them
     answers = [_begin(assistant, p, sampling, choice, name) for p, name in named for choice in range(config.num_answers)]
+    began, num_tokens, compiled_s = time.monotonic(), 0, notes.total_s
     waiting = list(zip((p for p in prompts for _ in range(config.num_answers)), answers, strict=True))
     with _output(config) as file, AnswerProgress(len(answers), shown=config.out is not None) as progress:
         for _ in assistant.run():
@@ -217,9 +221,10 @@ def _answer_all(config: GenerateConfig, assistant: "Assistant", prompts: Sequenc
             while waiting and waiting[0][1].request.finish is not None:
                 _write(config, file, *waiting.pop(0))
             progress(len(answers) - len(waiting), num_tokens)
-    elapsed_s = time.monotonic() - began
-    counted = f"{len(answers):,} answers, {num_tokens:,} tokens"
-    say_aside(f"{counted} in {elapsed_s:.1f} s: {num_tokens / elapsed_s:,.0f} tokens/s")
+    compiled_s = notes.total_s - compiled_s
+    elapsed_s = time.monotonic() - began - compiled_s
+    counted = f"{len(answers):,} answers, {num_tokens:,} tokens in {elapsed_s:.1f} s: {num_tokens / elapsed_s:,.0f} tokens/s"
+    say_aside(counted + (f", and {compiled_s:.1f} s for compiling" if compiled_s >= 0.05 else ""))
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from mpar.cli._bind import bind
-from mpar.errors import CheckpointError
+from mpar.errors import CheckpointError, ConfigError
 from mpar.files import MAX_TABLE_BYTES, Unreadable, read_text
 from mpar.train import ModelConfig, TrainConfig
 
@@ -26,11 +26,11 @@ def model_of_run(run_dir: Path) -> ModelConfig | None:
 
 
 def model_folder(path: Path, purpose: str = "generate from") -> Path:
-    """The folder of Hugging Face that `path` is or has in hf/. Raises CheckpointError if there is none, for this purpose."""
+    """The folder of Hugging Face that `path` is or has in hf/. Raises ConfigError if there is none, for this purpose."""
     for folder in (path, path / "hf"):
         if (folder / "config.json").is_file():
             return folder
-    raise CheckpointError(
+    raise ConfigError(
         f"cannot {purpose} {path}: neither it nor {path / 'hf'} has a config.json.\n"
         "Give an HF folder or the run_dir of a finished run; `mpar export run_dir=...` makes one from any checkpoint."
     )

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpar.errors import DataError, brief
+from mpar.errors import ConfigError, DataError, brief
 from mpar.files import Unreadable, read_text
 
 __all__ = ["Prompt", "read_prompts"]
@@ -31,12 +31,13 @@ class Prompt:
 def read_prompts(path: Path, system: Sequence[Mapping[str, object]], *, chat: bool) -> list[Prompt]:
     """The prompts in a file, in order; `system` begins each conversation that has no system message of its own.
 
-    Empty lines are left out. Raises DataError, with the lines and their problems, if one cannot be used or there is none.
+    Empty lines are left out. Raises ConfigError if the file cannot be read, DataError, with the lines and their problems, if one
+    cannot be used or there is none.
     """
     try:
         lines = read_text(path, _MAX_BYTES).splitlines()
     except Unreadable as error:
-        raise DataError(f"cannot read prompts from {path}: {error}.") from None
+        raise ConfigError(f"cannot read prompts from {path}: {error}.") from None
     is_json = path.suffix.lower() in (".jsonl", ".json")
     prompts: list[Prompt] = []
     problems: list[str] = []

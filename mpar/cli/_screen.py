@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AnswerProgress",
     "ByteProgress",
+    "CompileNotes",
     "CountProgress",
     "RowProgress",
     "StepProgress",
@@ -103,6 +104,33 @@ def show_failure(title: str, text: str) -> None:
     console = Console(stderr=True, soft_wrap=True)
     console.print(Text(f"mpar: {title}", style="bold red"))
     console.print(Text(text))
+
+
+class CompileNotes:
+    """Says which program is compiled, in a line before and one behind, and sums up how long that took (`total_s`).
+
+    shown: whether lines are printed. With Inductor a program takes from seconds to a minute; without, too little to talk about.
+    """
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown = shown
+        self.total_s = 0.0
+
+    def warn(self, text: str) -> None:
+        """Print what is not as one may expect: a program that is kept and was not used, or a length beyond that of the model."""
+        say_aside(f"warning: {text}")
+
+    @contextlib.contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """Stands around the work of compiling the program for `what`, in words."""
+        began = time.monotonic()
+        if self._shown:
+            say_aside(f"compiling for {what} ...")
+        yield
+        elapsed_s = time.monotonic() - began
+        self.total_s += elapsed_s
+        if self._shown:
+            say_aside(f"compiled for {what} in {elapsed_s:.1f} s")
 
 
 class ByteProgress:

@@ -13,7 +13,7 @@ from mpar.cli._generate import chosen_sampling
 from mpar.cli._later import later
 from mpar.cli._local_model import local_folder
 from mpar.cli._model_folder import model_folder
-from mpar.cli._screen import say_aside
+from mpar.cli._screen import CompileNotes, say_aside
 from mpar.cli._switches import answer_switches
 from mpar.errors import ConfigError, ProgramError
 from mpar.train import key
@@ -64,9 +64,10 @@ def main(args: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         raise ConfigError(f"cannot serve: {error.name} is missing. Install it: pip install 'mpar[serve]'.") from None
     lost: list[Callable[[str], None]] = []
+    notes = CompileNotes(shown=config.execution == "inductor")
     with (
         _listen(config.host, config.port) as listener,
-        answering(config, folder, lambda text: [tell(text) for tell in lost]) as (model, assistant),
+        answering(config, folder, notes, lambda text: [tell(text) for tell in lost]) as (model, assistant),
     ):
         sampling = chosen_sampling(model, folder, later("mpar.infer").Sampling(), {"temperature": config.temperature})
         worker = serve.Worker(assistant, config.max_waiting)

@@ -50,6 +50,7 @@ class ChatTemplate:
     characters, `raise_exception`, and the generation markers. The template can read `variables` (`bos_token`, `eos_token`, ...).
     `strftime_now` exists only if `date` is given: with the present date, ranks could disagree at midnight, and a resumed run
     could differ from the first. `name` says in errors which template it is; `special_tokens` are those that may end an answer.
+    `reads_tools` tells whether it reads the tools of a conversation anywhere; if not, no model sees them.
 
     A sandbox does not bound time and memory. So every template runs in a process of its own, which is started by the first
     conversation, bounded in both, and ends with `close`, with this object, or with its parent.
@@ -70,7 +71,8 @@ class ChatTemplate:
         if len(source) > _MAX_SOURCE:
             raise TemplateError(f"cannot use {name}: it has {len(source):,} characters, and at most {_MAX_SOURCE:,} are read.")
         try:
-            make_environment(date).parse(source)  # which evaluates no expression
+            parsed = make_environment(date).parse(source)  # which evaluates no expression
+            self.reads_tools = any(name.name == "tools" and name.ctx == "load" for name in parsed.find_all(jinja2.nodes.Name))
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"cannot compile {name}: line {error.lineno}: {error.message}") from error
         except (RecursionError, ValueError, OverflowError) as error:  # the latter two from numbers of thousands of digits

@@ -6,14 +6,14 @@ from mpar.errors import ConfigError
 from mpar.hardware import Hardware
 from mpar.kernels import Kernels
 from mpar.mesh import Mesh
-from mpar.models import CacheSizes, Trainable, with_cache
+from mpar.models import CacheSizes, ScoredDecoder, Trainable, with_cache
 from mpar.precision import Precision
 from mpar.precision import precision as make_precision
 from mpar.program import Program
 from mpar.program.compile import compile_forward
 from mpar.strategy import Strategy, preset
 
-__all__ = ["compile_decode"]
+__all__ = ["compile_decode", "compile_scores"]
 
 
 def compile_decode(
@@ -44,3 +44,15 @@ def compile_decode(
     chain = with_cache(model, sizes)
     chain = replace(chain, dtype=precision.compute_dtype("layers.0.attention.k_DKH", chain.dtype))
     return compile_forward(chain, mesh, strategy, chain.batch_shape, precision=precision, hardware=hardware, kernels=kernels)
+
+
+def compile_scores(
+    chain: ScoredDecoder,
+    mesh: Mesh,
+    strategy: Strategy | str,
+    *,
+    precision: Precision | str | None = None,
+    kernels: Kernels | None = None,
+) -> Program:
+    """Compile the log-probabilities of texts, which are computed as wholes. The arguments are those of `compile_forward`."""
+    return compile_forward(chain, mesh, strategy, chain.batch_shape, precision=precision, kernels=kernels)

@@ -23,7 +23,10 @@ class Runner(Protocol):
 
     sizes: Sizes
     shares_pages: bool
-    vocab_size: int
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens of the model."""
 
     @property
     def adapters(self) -> Sequence[str]:

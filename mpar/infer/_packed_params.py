@@ -29,19 +29,20 @@ def packings(model: Trainable, program: Program, rank: int) -> dict[str, Packing
     """By path in the state: the matrices between which and the hidden features there are only products, and the output matrix,
     which the scores of texts and the embedding may read too. Programs must read them as they are stored, without a gather.
 
-    A model with adapters or quantised matrices does other things with its matrices, so none is packed.
+    Adapters leave the matrices that they are added to as they are, but for the norms of DoRA.
     """
-    if not isinstance(model, DeclaredModel):
+    plain = model.plain
+    if not isinstance(plain, DeclaredModel):
         return {}
     part = program.part(rank)
     moved = {value for step in part.instructions if step.op != "forward" for value in step.inputs}
     stored = {leaf.path for leaf in part.state_in if leaf.value not in moved}
-    axes = dict(tree.leaves_with_path(model.param_axes, is_leaf=is_axes))
+    axes = dict(tree.leaves_with_path(plain.param_axes, is_leaf=is_axes))
     found = {}
-    for matrix in model.matrices:
+    for matrix in plain.matrices:
         for leaf in matrix.leaves:
-            path = f"params.{leaf.path}"
-            if matrix.kind in ("linear", "head") and "embed" in axes[leaf.path] and path in stored:
+            path, is_read = f"params.{leaf.path}", leaf.path in model.not_only_multiplied
+            if matrix.kind in ("linear", "head") and "embed" in axes[leaf.path] and path in stored and not is_read:
                 given = tuple(leaf.dims.index(name) for name in leaf.letters("given"))
                 found[path] = Packing(given, keep=matrix.kind == "head")
     return found

@@ -1,8 +1,11 @@
 """Program runner: carries out the steps of an engine by compiled programs, on one rank or on all ranks of a mesh."""
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -11,7 +14,6 @@ from torch.nn.functional import pad
 from mpar import tree
 from mpar.errors import ConfigError
 from mpar.infer._check_params import check_params
-from mpar.infer._compile_decode import compile_decode
 from mpar.infer._packed_params import Packing, packings
 from mpar.infer._pages import SPARE_PAGE
 from mpar.infer._scheduler import Sizes
@@ -21,16 +23,20 @@ from mpar.kernels import kernels_for
 from mpar.mesh import Mesh
 from mpar.models import CacheSizes, ScoredDecoder, Trainable
 from mpar.precision import Precision
-from mpar.program import Program, State, batch_rows
-from mpar.program.compile import compile_forward
+from mpar.program import Program, RankRun, Replay, State, batch_rows
 from mpar.strategy import Strategy, preset
 from mpar.tree import Tree
 
-__all__ = ["ProgramRunner"]
+__all__ = ["Compiling", "Kept", "ProgramRunner", "anew"]
 
 _PARAMS = "params."
 Run = Callable[[State, Mapping[str, Tensor]], tuple[State, dict[str, Tensor]]]
 """`run(state, batch)` gives the new state and the results of a step."""
+Compiling = Callable[[str], AbstractContextManager[object]]
+"""`with compiling(what):` stands around the work of compiling a program; `what` says which, as in "steps of up to 16 tokens"."""
+Kept = Callable[[str, Callable[[], Program]], Program]
+"""`kept(role, make)` gives the program for `role`: one that was kept from another time, or that of `make`. The role tells
+programs of one model apart."""
 _FIRST, _GROWTH = (1, 4, 8, 16), 4
 """The numbers of tokens for which there are programs: these, and then each exceeds the one before by a factor. More of them would
 mean less padding, but more to compile; most steps of an engine have one token of each of a few rows."""
@@ -40,6 +46,11 @@ _FILL = {"tokens": 0, "positions": 0, "rows": -1}
 """What the entries of a batch have for padding."""
 
 
+def anew(role: str, make: Callable[[], Program]) -> Program:
+    """The program of `make`: nothing is kept."""
+    return make()
+
+
 class ProgramRunner:
     """A runner of a model that has a cache of pages. Its programs for several numbers of tokens share one state; each is compiled
     when a step first needs it, or by `prepare`.
@@ -47,6 +58,7 @@ class ProgramRunner:
     mesh: with several ranks, every process of torch.distributed has a runner, and all are given the same steps. The leaves of
           `params` are global tensors, or DTensors placed as the program stores them. Ranks that share data have groups of rows.
     execution: how programs run, as `Program.bind` says. "cuda_graph" records each at its second step, on one GPU.
+    compiling: is told when a program is compiled, for which steps have to wait. kept: may have programs of other times.
     Raises ConfigError for a model without such a cache, and for rows that are longer than it has learned positions.
     """
 
@@ -61,29 +73,47 @@ class ProgramRunner:
         precision: Precision | str | None = None,
         device: torch.device | str = "cpu",
         execution: str = "eager",
+        compiling: Compiling = nullcontext,
+        kept: Kept = anew,
     ) -> None:
         if model.max_positions is not None and sizes.length > model.max_positions:
             raise ConfigError(
                 f"cannot answer with up to {sizes.length} tokens in a row: this model has learned {model.max_positions} positions"
             )
-        self.model, self.sizes, self.vocab_size, self.device = model, sizes, model.vocab_size, torch.device(device)
-        self._execution = execution
+        self.model, self.sizes, self.device = model, sizes, torch.device(device)
+        self._execution, self._compiling = execution, compiling
         self.shares_pages = not model.sequential  # the state of a scan is in no page
         mesh, table = mesh or Mesh(tp=1), preset(strategy) if isinstance(strategy, str) else strategy
         kernels = kernels_for("auto", self.device)
+        how = f"{mesh} {table} {precision} {kernels}"
+
+        def compile_decode(cache: CacheSizes) -> Program:
+            def make() -> Program:
+                return _compiler().compile_decode(model, mesh, table, cache, precision=precision, kernels=kernels)
+
+            return kept(f"decode {cache} {how}", make)
 
         def compile_scores(chain: ScoredDecoder) -> Program:
-            return compile_forward(chain, mesh, table, chain.batch_shape, precision=precision, kernels=kernels)
+            def make() -> Program:
+                return _compiler().compile_scores(chain, mesh, table, precision=precision, kernels=kernels)
 
-        self._compile = functools.partial(compile_decode, model, mesh, table, precision=precision, kernels=kernels)
+            return kept(f"scores {chain.length} {chain.groups} {chain.num_likeliest} {how}", make)
+
+        self._compile = compile_decode
         self.programs: dict[int, Program] = {}
         self._runs: dict[int, Run] = {}
         self.counts = _counts(sizes.tokens, _unit(table, mesh))
-        self._prepare(self.counts[0])
         share = mesh.axis_size(tuple(table.compute["seq"]))
-        self._scorer = Scorer(model, sizes.length // share * share, sizes.groups, compile_scores, self.device)
-        self.state = self._first_state(self.programs[self.counts[0]], params)
-        self._warm(self.counts[0])
+        length = sizes.length // share * share
+        self._scorer = Scorer(model, length, sizes.groups, compile_scores, self._bind_scores, self.device, compiling)
+        with compiling(_steps(self.counts[0])):
+            self.state = self._first_state(self._program(self.counts[0]), params)
+            self._bind(self.counts[0])
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Runner`."""
+        return self.model.vocab_size
 
     @property
     def adapters(self) -> Sequence[str]:
@@ -96,34 +126,47 @@ class ProgramRunner:
             pass
 
     def prepare_next(self) -> bool:
-        """See `Runner`: compile the smallest program that is missing. With Inductor it makes a step of padding besides, because
-        its code is compiled when it is first called."""
-        missing = [count for count in self.counts if count not in self.programs]
+        """See `Runner`: compile the smallest program that is missing."""
+        missing = [count for count in self.counts if count not in self._runs]
         if missing:
             self._prepare(missing[0])
-            self._warm(missing[0])
         return len(missing) > 1
-
-    def _warm(self, count: int) -> None:
-        """Let Inductor compile the code of a program, by a step of padding."""
-        if self._execution == "inductor":
-            self._run(count, self._padding(count))
-
-    def _padding(self, count: int) -> dict[str, Tensor]:
-        """The batch of a step without tokens."""
-        sizes = self.sizes
-        columns = {key: torch.full((sizes.groups, count), fill) for key, fill in _FILL.items()}
-        pages = torch.full((sizes.groups, sizes.group_rows * sizes.row_pages), SPARE_PAGE)
-        return columns | {"pages": pages, "last": torch.full((sizes.groups, sizes.group_rows), -1)}
 
     def _prepare(self, count: int) -> None:
         """Compile the program for so many tokens, if that was not done yet."""
+        if count not in self._runs:
+            with self._compiling(_steps(count)):
+                self._program(count)
+                self._bind(count)
+
+    def _program(self, count: int) -> Program:
+        """The program for so many tokens, which is compiled if that was not done yet."""
         if count not in self.programs:
             sizes = self.sizes
             self.programs[count] = self._compile(
                 CacheSizes(count, sizes.group_rows, sizes.row_pages, sizes.page_size, sizes.pages, sizes.groups)
             )
-            self._runs[count] = self._bound(self.programs[count])
+        return self.programs[count]
+
+    def _bind(self, count: int) -> None:
+        """Make the program for so many tokens ready to run. Inductor compiles its code when it is first called, so it makes a
+        step of padding."""
+        self._runs[count] = self._bound(self.programs[count])
+        if self._execution == "inductor":
+            self._run(count, self._padding(count))
+
+    def _bind_scores(self, program: Program) -> RankRun | Replay:
+        """The run of a program that scores texts; too few are scored to repay a record of CUDA graphs."""
+        return program.bind(device=self.device, execution="inductor" if self._execution == "inductor" else "eager")
+
+    def _padding(self, count: int) -> dict[str, Tensor]:
+        """The batch of a step without tokens."""
+        sizes = self.sizes
+        columns = {key: torch.full((sizes.groups, count), fill) for key, fill in _FILL.items()}
+        columns["pages"] = torch.full((sizes.groups, sizes.group_rows * sizes.row_pages), SPARE_PAGE)
+        if self.adapters:
+            columns["adapters"] = torch.zeros(sizes.groups, sizes.group_rows, dtype=torch.int64)
+        return columns | {"last": torch.full((sizes.groups, sizes.group_rows), -1)}
 
     def _bound(self, program: Program) -> Run:
         """The function that runs a step, on the batch of all ranks."""
@@ -188,6 +231,15 @@ class ProgramRunner:
     def scores(self, texts: Sequence[Tensor], num_likeliest: int, adapter: int = 0) -> list[Scores]:
         """See `Runner`."""
         return self._scorer(self.state.leaves, texts, num_likeliest, adapter)
+
+
+def _compiler() -> ModuleType:
+    return importlib.import_module("mpar.infer._compile_decode")
+
+
+def _steps(count: int) -> str:
+    """Which program it is that is compiled, in words."""
+    return f"steps of up to {count} token{'s' * (count > 1)}"
 
 
 def _padded(column: Tensor, count: int, fill: int) -> Tensor:

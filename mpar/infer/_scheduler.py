@@ -118,7 +118,10 @@ class Scheduler:
         """A request waits for its turn. Raises ConfigError for a prompt that is empty or leaves no room for an answer."""
         if not request.prompt or self.room(request) < 1:
             most = self.room(request) + len(request.tokens) - 1
-            raise ConfigError(f"cannot answer a prompt of {len(request.prompt)} tokens: between 1 and {most} fit here.")
+            raise ConfigError(
+                f"cannot answer a prompt of {len(request.prompt)} tokens: between 1 and {most} fit here. Use a shorter prompt, "
+                "or more room: length=."
+            )
         self.num_added += 1
         self._numbers[request] = self.num_added
         self.waiting.append(request)

@@ -1,6 +1,7 @@
 """Scorer: the log-probabilities of the tokens of texts by compiled programs, on one rank or on all ranks of a mesh."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -21,14 +22,22 @@ class Scorer:
     whole, without a cache. With several ranks all must call it with the same arguments.
 
     length:  the most tokens of a text that are read. groups: how many texts are computed at the same time.
-    compile: makes the program of a chain.
+    compile: makes the program of a chain. bind: makes it ready to run.
+    compiling: is told when a program is compiled, and until it has run for the first time.
     """
 
     def __init__(
-        self, model: Trainable, length: int, groups: int, compile: Callable[[ScoredDecoder], Program], device: torch.device
+        self,
+        model: Trainable,
+        length: int,
+        groups: int,
+        compile: Callable[[ScoredDecoder], Program],
+        bind: Callable[[Program], RankRun | Replay],
+        device: torch.device,
+        compiling: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.model, self.length, self.groups, self.device = model.without_multi_token(), length, groups, device
-        self._compile = compile
+        self._compile, self._bind, self._compiling = compile, bind, compiling
         self._runs: dict[ScoredDecoder, tuple[Program, RankRun | Replay]] = {}
 
     def __call__(
@@ -55,11 +64,18 @@ class Scorer:
 
     def _score(
         self, chain: ScoredDecoder, leaves: Mapping[str, Tensor], texts: Sequence[Tensor], adapter: int
-    ) -> Iterator[Scores]:
+    ) -> list[Scores]:
         """The scores of at most `groups` texts, which are the rows of a batch."""
-        if chain not in self._runs:
-            program = self._compile(chain)
-            self._runs[chain] = program, program.bind(device=self.device)
+        is_new = chain not in self._runs
+        with self._compiling(f"texts of up to {chain.length} tokens") if is_new else nullcontext():
+            if is_new:
+                program = self._compile(chain)
+                self._runs[chain] = program, self._bind(program)
+            return self._run(chain, leaves, texts, adapter)
+
+    def _run(
+        self, chain: ScoredDecoder, leaves: Mapping[str, Tensor], texts: Sequence[Tensor], adapter: int
+    ) -> list[Scores]:
         program, run = self._runs[chain]
         rank = torch.distributed.get_rank() if program.mesh.size > 1 else 0
         batch = {key: torch.zeros(self.groups, chain.length, dtype=torch.int64) for key in chain.batch_axes}
@@ -69,6 +85,5 @@ class Scorer:
             batch["adapters"].fill_(adapter)
         mine = {key: x.to(self.device) for key, x in batch_rows(program, batch, rank).items()}
         _, results = run(State({leaf.path: leaves[leaf.path] for leaf in program.part(rank).state_in}), mine)
-        for row, text in enumerate(texts):
-            found = [results[key][row, : len(text) - 1].cpu() for key in ("logprobs", "likeliest", "likeliest_logprobs")]
-            yield Scores(*found)
+        names = ("logprobs", "likeliest", "likeliest_logprobs")
+        return [Scores(*(results[key][row, : len(text) - 1].cpu() for key in names)) for row, text in enumerate(texts)]

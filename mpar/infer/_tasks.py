@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpar.errors import DataError, brief
+from mpar.errors import ConfigError, DataError, brief
 from mpar.files import Unreadable, read_text
 from mpar.infer._assistant import Assistant
 from mpar.infer._sampling import Sampling
@@ -55,11 +55,12 @@ class Score:
 
 
 def read_task(path: Path) -> list[Question]:
-    """The questions in a file. Raises DataError with the lines that cannot be used, or if there is none."""
+    """The questions in a file. Raises ConfigError if it cannot be read, and DataError, with the lines, if some cannot be used or
+    there is none."""
     try:
         lines = read_text(path, _MAX_BYTES).splitlines()
     except Unreadable as error:
-        raise DataError(f"cannot read the task {path}: {error}.") from None
+        raise ConfigError(f"cannot read the task {path}: {error}.") from None
     found = [(number, _question(line)) for number, line in enumerate(lines, 1) if line.strip()]
     problems = [f"line {number}: {entry}" for number, entry in found if isinstance(entry, str)]
     if problems or not found:

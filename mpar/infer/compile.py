@@ -1,50 +1,18 @@
-"""Inference by compiled programs. Importing this loads the compiler, which importing `mpar.infer` does not."""
+"""Inference by compiled programs. Importing this loads the compiler, which importing `mpar.infer.run` does not."""
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from mpar.errors import ConfigError
 from mpar.infer._compile_decode import compile_decode
 from mpar.infer._generate import continued
-from mpar.infer._lead import Leader, follow
-from mpar.infer._program_runner import ProgramRunner
-from mpar.infer._row_runner import RowRunner
 from mpar.infer._sampling import Sampling
-from mpar.infer._scheduler import Sizes
-from mpar.mesh import Mesh
-from mpar.models import CacheSizes, Model, Trainable, with_cache
-from mpar.precision import Precision
-from mpar.strategy import Strategy, preset
+from mpar.infer.run import Leader, ProgramRunner, divisible_pages, follow, make_runner, num_groups
+from mpar.models import Model
 from mpar.tree import Tree
 
 __all__ = ["Leader", "ProgramRunner", "compile_decode", "divisible_pages", "follow", "generate", "make_runner", "num_groups"]
-
-
-def make_runner(
-    model: Trainable,
-    params: Tree,
-    sizes: Sizes,
-    mesh: Mesh | None = None,
-    strategy: Strategy | str = "tp",
-    *,
-    precision: Precision | str | None = None,
-    device: torch.device | str = "cpu",
-    execution: str = "eager",
-) -> ProgramRunner | RowRunner:
-    """The runner for a model: by compiled programs, or in a single process row by row, in the dtype of the parameters, if the
-    model cannot keep a cache of pages. The model may have adapters or quantised weights.
-
-    With a mesh of several ranks, `params` are as `ProgramRunner` says. Raises ConfigError if the model cannot run on it.
-    """
-    try:
-        with_cache(model, CacheSizes(sizes.rows, sizes.rows, sizes.row_pages, sizes.page_size, sizes.pages))
-    except ConfigError as error:
-        if mesh is not None and mesh.size > 1:
-            raise ConfigError(f"cannot run on {mesh}: {error}\nUse a single rank.") from None
-        return RowRunner(model, params, sizes)
-    return ProgramRunner(model, params, sizes, mesh, strategy, precision=precision, device=device, execution=execution)
 
 
 def generate(
@@ -75,16 +43,3 @@ def generate(
     return continued(
         model, lambda sizes: make_runner(model, params, sizes, device=tokens_BS.device), tokens_BS, sampling, eos_ids
     )
-
-
-def divisible_pages(num_pages: int, mesh: Mesh, strategy: Strategy | str) -> int:
-    """The smallest number of pages, at least so many, that the ranks that share a cache divide evenly."""
-    table = preset(strategy) if isinstance(strategy, str) else strategy
-    ranks = mesh.axis_size(tuple(table.compute.get("pages", ())))
-    return -(-num_pages // ranks) * ranks
-
-
-def num_groups(mesh: Mesh, strategy: Strategy | str) -> int:
-    """Into how many groups the rows of a runner are divided: as many as there are parts of a batch."""
-    table = preset(strategy) if isinstance(strategy, str) else strategy
-    return mesh.axis_size(tuple(table.compute["batch"]))

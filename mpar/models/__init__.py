@@ -14,6 +14,7 @@ from mpar.models._matrix import Matrix, MatrixLeaf
 from mpar.models._model import Model, Multiplications, Read, Trainable
 from mpar.models._options import ModelOptions
 from mpar.models._scored import ScoredDecoder
+from mpar.models._stated_positions import stated_positions
 from mpar.models._storage import read_params, storage_specs
 from mpar.models._validate import folder_problems
 from mpar.models._wrapped import WrappedModel
@@ -123,6 +124,7 @@ __all__ = [
     "read_params",
     "segment_numbers",
     "shard_slices",
+    "stated_positions",
     "storage_specs",
     "stored_leaves",
     "to_hf",

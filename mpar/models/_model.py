@@ -105,6 +105,12 @@ class Trainable(Chain):
         leaves = tree.leaves_with_path(self.abstract_params)
         return tuple(Matrix(path, "linear", (MatrixLeaf(path, path, ("d", "f"), "d", "f"),)) for path, x in leaves if x.ndim == 2)
 
+    @property
+    def not_only_multiplied(self) -> frozenset[str]:
+        """The paths of parameters of `plain` that this model reads by other ops too, where `plain` only multiplies with them. By
+        default none."""
+        return frozenset()
+
     def without_multi_token(self) -> "Trainable":
         """The same model without the layer that learns further tokens; its logits do not need that layer."""
         return self

@@ -92,6 +92,11 @@ class WrappedModel(Trainable):
         return self.base.matrices
 
     @property
+    def not_only_multiplied(self) -> frozenset[str]:
+        """As `base`."""
+        return self.base.not_only_multiplied
+
+    @property
     def sequential(self) -> bool:
         """As `base`."""
         return self.base.sequential

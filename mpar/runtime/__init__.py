@@ -1,7 +1,7 @@
 """The runtime: state, the run of one rank, its device and its communication. It loads programs, but not the compiler."""
 
 from mpar.runtime._batch import batch_rows, cut_rows, positions_in_order, rows_of
-from mpar.runtime._bind import bind
+from mpar.runtime._bind import bind, check_inductor
 from mpar.runtime._capture import Replay
 from mpar.runtime._load import load
 from mpar.runtime._rank_run import Progress, RankRun
@@ -22,6 +22,7 @@ __all__ = [
     "State",
     "batch_rows",
     "bind",
+    "check_inductor",
     "cut_rows",
     "exchange",
     "init_state",

@@ -13,7 +13,7 @@ from mpar.runtime._rank_run import Progress, RankRun
 from mpar.runtime.comm import ALIGN, ALONE, Comm, Counter, ProcessComm, exchange
 from mpar.torch_private import has_cpp_compiler
 
-__all__ = ["bind"]
+__all__ = ["bind", "check_inductor"]
 
 EXECUTIONS = ("eager", "inductor", "cuda_graph")
 
@@ -84,17 +84,23 @@ def _over_network(
     return {queue: ProcessComm(program.mesh, uses[queue], **how) for queue in sorted(agreed)}
 
 
+def check_inductor(device: torch.device | str) -> None:
+    """Raise ConfigError if Inductor cannot compile for `device`: for a CPU it needs a C++ compiler."""
+    if torch.device(device).type == "cpu" and not has_cpp_compiler():
+        raise ConfigError(
+            "cannot bind with execution='inductor': there is no C++ compiler, with which torch compiles for a CPU. Install g++, "
+            "or name another one in the environment variable CXX, or use execution='eager'."
+        )
+
+
 def _check_arguments(
     program: ProgramData, device: torch.device, order: str | None, transport: str | None, execution: str
 ) -> None:
     """Raise UnknownNameError for unknown names, and ConfigError for options that the device or the program does not permit."""
     if execution not in EXECUTIONS:
         raise UnknownNameError(f"no execution is called {execution!r}; there are {', '.join(EXECUTIONS)}")
-    if execution == "inductor" and device.type == "cpu" and not has_cpp_compiler():
-        raise ConfigError(
-            "cannot bind with execution='inductor': there is no C++ compiler, with which torch compiles for a CPU. Install g++, "
-            "or name another one in the environment variable CXX, or use execution='eager'."
-        )
+    if execution == "inductor":
+        check_inductor(device)
     if execution == "cuda_graph" and (device.type != "cuda" or program.mesh.size > 1):
         raise ConfigError(
             f"cannot bind with execution='cuda_graph' on device {device!s} and {program.mesh}: a step is recorded on one GPU. "

@@ -3,7 +3,8 @@
 The code is recorded as a graph, and shapes are those of the program, so nothing is checked at a call but strides. Calls of
 communication and of control flow stay between the parts that are compiled. A primitive is a torch op of its own. If that is a
 reference, torch traces what it calls. Other implementations, and references that are opaque or read data on the host, are called
-as they are: the shapes of their results follow from the abstract rule, and an op that overwrites operands says which.
+as they are: the shapes of their results follow from the abstract rule, and an op that overwrites operands says which. An operand
+that is more than a tensor, such as a `PackedMatrix`, is nothing that Inductor knows, so what reads it is called as it is, too.
 """
 
 import functools
@@ -26,6 +27,8 @@ __all__ = ["apart", "compiled", "for_inductor"]
 
 Code = Callable[[list[Tensor], Comm], tuple[Tensor, ...]]
 _LIBRARY = torch.library.Library("mpar_kernels", "DEF")
+_FUNCTIONS: dict[object, Callable[..., object]] = {}
+"""What the ops of the library call, which a torch op does not do for tensors of other classes."""
 
 
 @functools.cache
@@ -33,25 +36,32 @@ def for_inductor(primitive: str, name: str = REFERENCE) -> Callable[..., object]
     """What code that Inductor compiles calls for the implementation `name` of `primitive`: a torch op of its own."""
     declared, op, run = PRIMITIVES[primitive], f"{primitive}_{name}", implementation(primitive, name)
     schema = str(declared.op._schema).removeprefix(f"mpar::{primitive}")
-    namespace = torch.ops.mpar_kernels
     if name == REFERENCE and not (declared.opaque or declared.asks_host):
-        _LIBRARY.define(f"{op}{schema}")
-        _LIBRARY.impl(op, run, "CompositeImplicitAutograd")  # torch traces what it calls
-        return getattr(namespace, op).default
+        return _define(op, schema, run, "CompositeImplicitAutograd")  # torch traces what it calls
     if not declared.mutates:
-        _define_opaque(op, schema, run, declared.abstract)
-        return getattr(namespace, op).default
+        return _define_opaque(op, schema, run, declared.abstract)
     fresh = max(0, len(declared.results) - len(declared.mutates))
     abstract = _first_results(declared.abstract, fresh)
-    _define_opaque(op, _overwriting(schema, declared, fresh), _first_results(run, fresh), abstract)
-    return _with_operands(getattr(namespace, op).default, declared, fresh)
+    defined = _define_opaque(op, _overwriting(schema, declared, fresh), _first_results(run, fresh), abstract)
+    return _with_operands(defined, declared, fresh)
 
 
-def _define_opaque(op: str, schema: str, run: Callable[..., object], abstract: Callable[..., object] | None) -> None:
-    """Define an op that torch does not look into."""
+def _define(op: str, schema: str, run: Callable[..., object], key: str) -> Callable[..., object]:
+    """Define an op that calls `run`; `key` is of torch's dispatcher."""
     _LIBRARY.define(f"{op}{schema}")
-    _LIBRARY.impl(op, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(op, run, key)
+    defined = getattr(torch.ops.mpar_kernels, op).default
+    _FUNCTIONS[defined] = run
+    return defined
+
+
+def _define_opaque(
+    op: str, schema: str, run: Callable[..., object], abstract: Callable[..., object] | None
+) -> Callable[..., object]:
+    """Define an op that torch does not look into."""
+    defined = _define(op, schema, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"mpar_kernels::{op}", abstract, lib=_LIBRARY)
+    return defined
 
 
 def _overwriting(schema: str, primitive: Primitive, fresh: int) -> str:
@@ -148,18 +158,13 @@ class _Recording(TorchFunctionMode):
         return self.recorder.create_proxy("call_function", func, args, dict(kwargs or {}))
 
 
-def compiled(run: Code, plain: Code) -> Code:
-    """`run` compiled by Inductor when it is first called. Its operands are not freed before it returns.
-
-    `plain` does the same, and is called in its place if an operand is more than a tensor, such as a `PackedMatrix`.
-    """
+def compiled(run: Code) -> Code:
+    """`run` compiled by Inductor when it is first called. Its operands are not freed before it returns."""
     functions: dict[tuple[object, ...], Callable[..., tuple[Tensor, ...]]] = {}
 
     def call(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
-        key = (id(comm), *[x.stride() for x in args])  # shapes and dtypes are those of the program
+        key = (id(comm), *map(type, args), *[x.stride() for x in args])  # shapes and dtypes are those of the program
         if key not in functions:
-            if not all(type(x) in (Tensor, Parameter) for x in args):
-                return plain(args, comm)
             functions[key] = _compile(run, args, comm)
         operands = tuple(args)
         args.clear()
@@ -177,6 +182,9 @@ def _compile(run: Code, operands: Sequence[Tensor], comm: Comm) -> Callable[...,
     with _Recording(recorder):
         results = run(proxies, cast(Comm, _Apart(comm)))
     graph.output(recorder.create_arg(results))
+    for node, operand in zip(graph.find_nodes(op="placeholder"), operands, strict=True):
+        if type(operand) not in (Tensor, Parameter):
+            _call_readers_apart(node)
     whole, part_of = fx.GraphModule(root, graph), _parts(graph)
     if not any(number % 2 for number in part_of.values()):
         return inductor_compile(whole, operands)
@@ -185,6 +193,16 @@ def _compile(run: Code, operands: Sequence[Tensor], comm: Comm) -> Callable[...,
         if not int(name.removeprefix("submod_")) % 2:
             setattr(split, name, _WhenCalled(part))
     return cast(Callable[..., tuple[Tensor, ...]], split)
+
+
+def _call_readers_apart(operand: fx.Node) -> None:
+    """Everything that reads `operand` is called between the parts that are compiled."""
+    for node in operand.users:
+        if node.op == "call_function" and not isinstance(node.target, _Call):
+            function = cast(Callable[..., object], node.target)
+            node.target = _Call(str(function), _FUNCTIONS.get(function, function))
+        elif node.op == "call_method":
+            node.op, node.target = "call_function", _Call(str(node.target), getattr(Tensor, str(node.target)))
 
 
 def _parts(graph: fx.Graph) -> dict[str, int]:

@@ -50,8 +50,7 @@ def load(
         exec(compile(source, f"<segment {name}>", "exec"), names)
         return cast(Code, names["run"])
 
-    plain = defined(implementation, lambda name, function: function)
-    return compiled(defined(for_inductor, apart), plain) if inductor else plain
+    return compiled(defined(for_inductor, apart)) if inductor else defined(implementation, lambda name, function: function)
 
 
 def _to_host(x: Tensor) -> Tensor:

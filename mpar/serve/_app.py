@@ -223,7 +223,16 @@ class _Server:
             raise Refusal(400, str(error), "response_format") from None
 
     async def _render(self, asked: Asked) -> list[int]:
-        """The tokens of a conversation, up to where the assistant's answer begins."""
+        """The tokens of a conversation, up to where the assistant's answer begins. Tools that the template would leave out are
+        refused: the model would answer as if there were none."""
+        template = self.tokenizer.template
+        if asked.tools is not None and template is not None and not template.reads_tools:
+            raise Refusal(
+                400,
+                f"tools cannot be called: {template.name} shows none to the model. Leave them out, set tool_choice to none, or "
+                "serve a model whose template reads tools",
+                "tools",
+            )
         async with self._renders:
             return await asyncio.to_thread(
                 _own_errors,

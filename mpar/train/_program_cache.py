@@ -22,11 +22,12 @@ from mpar.program import Program
 from mpar.train._plug_ins import RATE_KEYS, plug_ins
 from mpar.train._setup import RunSetup, batch_shapes, teacher_of
 
-__all__ = ["ProgramCache", "program_key"]
+__all__ = ["COMPILER_PACKAGES", "ProgramCache", "program_key"]
 
 _SUFFIX = ".program"
 _MOST_ENTRIES, _MOST_BYTES = 64, 2 * 2**30
-_PACKAGES = ("triton", "numpy", "networkx")  # those of which the compiler's result depends
+COMPILER_PACKAGES = ("triton", "numpy", "networkx")
+"""Those on which the compiler's result depends."""
 
 _NOT_COMPILED = (
     "checkpoint", "compile_cache", "data", "evaluation", "execution", "experiment", "init_from", "num_threads", "on_spike",
@@ -63,7 +64,7 @@ def program_key(setup: RunSetup, role: str) -> str:
     if table is not None:
         with suppress(Unreadable):  # the compiler says that it cannot read the table
             files["table"] = read_text(table, MAX_TABLE_BYTES)
-    here = [repr(setup.kernels), *code_facts(_PACKAGES), *source_digests(plug_ins(setup.config))]
+    here = [repr(setup.kernels), *code_facts(COMPILER_PACKAGES), *source_digests(plug_ins(setup.config))]
     text = json.dumps([role, facts, files, here], sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -75,27 +76,33 @@ class ProgramCache:
     folder: Path
 
     def get(self, key: str, compile_program: Callable[[], Program]) -> tuple[Program, str]:
-        """The program kept under `key`, else that of `compile_program`, which is then kept; and a line on which of them it was.
+        """The program of `find`, and a line on which of them it was, and on what is wrong."""
+        program, source, problems = self.find(key, compile_program)
+        return program, "; ".join([source, *problems])
 
-        A kept program has no optimizer, as its learning rate may be another one: the caller gives it one. What
-        `compile_program` raises is raised; that an entry cannot be read or written is only said in the line.
+    def find(self, key: str, compile_program: Callable[[], Program]) -> tuple[Program, str, list[str]]:
+        """The program kept under `key`, else that of `compile_program`, which is then kept; in words which of them it was; and
+        why an entry could not be read or written, which is no error. What `compile_program` raises is raised.
+
+        A kept program has no optimizer, as its learning rate may be another one: the caller gives it one.
         """
+        problems: list[str] = []
         began, kept = time.perf_counter(), KeptFiles(self.folder, _SUFFIX, _MOST_ENTRIES, _MOST_BYTES)
         try:
             program = _program_in(kept.read(key), key)
         except FileNotFoundError:
-            problem = ""
+            pass
         except (NotUsableError, PlainDataError, OSError) as error:
-            problem = f"; {kept.path(key)} was not used: {reason(error)}"
+            problems.append(f"{kept.path(key)} was not used: {reason(error)}")
         else:
-            return program, f"program from the cache, read in {time.perf_counter() - began:.2f} s"
+            return program, f"program from the cache, read in {time.perf_counter() - began:.2f} s", problems
         program = compile_program()
-        note = f"program compiled in {time.perf_counter() - began:.1f} s{problem}"
+        source = f"program compiled in {time.perf_counter() - began:.1f} s"
         try:
             kept.write(key, plain.to_text(_Entry, _Entry(key, program.with_optimizer(None))))
         except (NotUsableError, PlainDataError, OSError) as error:
-            return program, f"{note}; it is not kept: {reason(error)}"
-        return program, note
+            problems.append(f"it is not kept: {reason(error)}")
+        return program, source, problems
 
 
 def _program_in(text: bytes, key: str) -> Program:

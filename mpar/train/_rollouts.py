@@ -187,13 +187,14 @@ def _sampler(setup: RunSetup, model: Trainable, batches: RolloutBatches, tokeniz
     length = plan.max_prompt_tokens + plan.max_tokens
     pages = rows * -(-length // _PAGE_SIZE) + 1
     sizes = Sizes(rows=rows, tokens=max(rows, 4 * plan.max_prompt_tokens), pages=pages, page_size=_PAGE_SIZE, length=length)
-    compiled, precision = importlib.import_module("mpar.infer.compile"), setup.config.precision.name
-    execution = "inductor" if setup.config.execution == "inductor" else "eager"
+    runners, precision = importlib.import_module("mpar.infer.run"), setup.config.precision.name
+    by_programs = runners.why_row_by_row(model, sizes) is None
+    execution = "inductor" if setup.config.execution == "inductor" and by_programs else "eager"
 
     def make_runner(params: Mapping[str, Tensor]) -> Runner:
         paths, structure = tree.paths(model.abstract_params), tree.flatten(model.abstract_params)[1]
         of_model = tree.unflatten(structure, [params[path] for path in paths])
-        return compiled.make_runner(model, of_model, sizes, precision=precision, device=device, execution=execution)
+        return runners.make_runner(model, of_model, sizes, precision=precision, device=device, execution=execution)
 
     ends = dict.fromkeys([*end_ids(model.plain), *([] if tokenizer.eos_id is None else [tokenizer.eos_id])])
     return EngineSampler(make_runner, list(ends), plan.max_tokens)

@@ -1,23 +1,27 @@
 """A model that answers: from a folder of Hugging Face, perhaps of quantised weights, and folders of adapters, on any mesh."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mpar import adapters, models
+from mpar import adapters, models, tree
+from mpar.code_facts import code_facts, digest_of
 from mpar.data import Tokenizer
 from mpar.errors import CheckpointError, ConfigError
 from mpar.infer import Assistant, Sampling, Sizes, end_ids
-from mpar.infer.compile import divisible_pages, make_runner, num_groups
+from mpar.infer.run import Compiling, Kept, anew, divisible_pages, make_runner, num_groups
 from mpar.mesh import Mesh
 from mpar.models import QUANTISATION, HfReader, Model, Read, Trainable
+from mpar.program import Program, check_inductor
 from mpar.quantised import QuantisedReader, is_quantised_folder, quantised_as
 from mpar.strategy import Strategy
 from mpar.train._adapters import adapted_part
 from mpar.train._config import ModelConfig
+from mpar.train._program_cache import COMPILER_PACKAGES, ProgramCache
 from mpar.train._quantised import quantised_part
 from mpar.train._setup import model_of
 
@@ -41,14 +45,20 @@ def load_assistant(
     by_name: Mapping[str, str] | None = None,
     execution: str = "eager",
     length: int | None = None,
+    compiling: Compiling = nullcontext,
+    kept_programs: Path | None = None,
+    warn: Callable[[str], object] = lambda text: None,
 ) -> tuple[Model, Assistant]:
     """The model in an HF `folder`, and an assistant that answers with it up to `rows` requests at the same time.
 
-    length: how many tokens a prompt and its answer may have together; None: as many as the model can take, at most 8,192.
-    ConfigError if the model has learned fewer positions. Weights that are quantised stay so. `group`: how the model was made, if
-    the folder alone does not tell because it is a plug-in's. adapter: a folder of PEFT, whose adapter the programs compute beside
-    the weights. by_name: such folders by the names of their adapters, of which each request has one or none; ConfigError if both
-    are given, or as `adapters.bank_of`. execution: "eager" or "inductor", as `Program.bind` says.
+    group: how the model was made, if the folder alone does not tell because it is a plug-in's. Quantised weights stay so.
+    adapter: a folder of PEFT, whose adapter the programs compute beside the weights. by_name: such folders by the names of their
+    adapters, of which each request has one or none; ConfigError if both are given, or as `adapters.bank_of`.
+    length: how many tokens a prompt and its answer may have together; None: as many as the model was made for, at most 8,192.
+    ConfigError if the model has learned fewer positions; `warn` is told if its config states fewer.
+    execution: "eager" or "inductor", as `Program.bind` says; compiling: see `ProgramRunner`.
+    kept_programs: the folder of compiled programs that are kept from run to run, not those of a plug-in's model; None: nothing is
+    kept. `warn` is told what is wrong with the first entry there that is not used.
     mesh, strategy: with several ranks, where parameters are; every process of torch.distributed reads its own. If they are in
     groups, there are as many more rows as make all groups equal.
     """
@@ -58,14 +68,25 @@ def load_assistant(
             f"cannot add the adapter {adapter} to all answers and choose among {', '.join(by_name)} for each: a model has the "
             "one or the others.\nGive all of them as adapters=, or merge the first into the model."
         )
+    if execution == "inductor":
+        check_inductor("cpu")  # reading weights in vain takes long
     plain = _plain(folder, group, dtype)
     model = _with_adapters(plain, folder, adapter, by_name or {})
     with _reading(model, plain, folder, adapter, by_name or {}) as read:
         params = models.read_params(model, read, *((mesh, strategy) if mesh.size > 1 else ()))
-    length = _room(model, length)
+    sizes = _sizes(rows, _room(model, length, warn), mesh, strategy)
+    kept: Kept = anew
+    if kept_programs is not None and (group is None or group.plugin is None):
+        kept = _kept(kept_programs, model, warn)
+    runner = make_runner(model, params, sizes, mesh, strategy, execution=execution, compiling=compiling, kept=kept)
+    return plain, Assistant(runner, Tokenizer.from_folder(folder), end_ids(plain))
+
+
+def _sizes(rows: int, length: int, mesh: Mesh, strategy: Strategy | str) -> Sizes:
+    """The sizes of steps for so many answers at the same time, or a few more, so that all groups have as many."""
     groups = num_groups(mesh, strategy)
     group_rows = -(-rows // groups)
-    sizes = Sizes(
+    return Sizes(
         rows=group_rows * groups,
         tokens=max(2 * group_rows, _STEP_TOKENS),
         beside=max(2 * group_rows, _BESIDE_TOKENS),
@@ -74,8 +95,6 @@ def load_assistant(
         page_size=_PAGE_SIZE,
         groups=groups,
     )
-    runner = make_runner(model, params, sizes, mesh, strategy, execution=execution)
-    return plain, Assistant(runner, Tokenizer.from_folder(folder), end_ids(plain))
 
 
 def answer(folder: Path, questions: Sequence[str], *, max_new_tokens: int, group: ModelConfig | None = None) -> list[str]:
@@ -84,13 +103,37 @@ def answer(folder: Path, questions: Sequence[str], *, max_new_tokens: int, group
     return assistant.answer(questions, Sampling(max_tokens=max_new_tokens))
 
 
-def _room(model: Trainable, length: int | None) -> int:
+def _kept(folder: Path, model: Trainable, warn: Callable[[str], object]) -> Kept:
+    """What gives the programs of a model: those in `folder`, where all others are then kept."""
+    cache, bank = ProgramCache(folder), adapted_part(model)
+    columns = bank.columns if isinstance(bank, adapters.AdapterBank) else None  # which ranks belong to which adapter
+    leaves = [(path, tuple(leaf.shape), str(leaf.dtype)) for path, leaf in tree.leaves_with_path(model.abstract_params)]
+    warned: list[str] = []  # only the first time, as the reason often is that of all programs
+    facts = [model.hf_config, repr(model.settings), columns, leaves, code_facts(COMPILER_PACKAGES)]
+
+    def kept(role: str, make: Callable[[], Program]) -> Program:
+        key = digest_of([(role, json.dumps(facts, sort_keys=True, default=repr).encode())])
+        program, _, problems = cache.find(key, make)
+        if problems and not warned:
+            warn("; ".join(problems))
+        warned.extend(problems)
+        return program
+
+    return kept
+
+
+def _room(model: Trainable, length: int | None, warn: Callable[[str], object]) -> int:
     """How many tokens a prompt and its answer may have."""
-    learned = model.max_positions
+    learned, stated = model.max_positions, models.stated_positions(model)
     if length is None:
-        return min(_LENGTH, learned or _LENGTH)
+        return min(_LENGTH, learned or _LENGTH, stated or _LENGTH)
     if learned is not None and length > learned:
         raise ConfigError(f"length={length}: this model has learned {learned} positions, and can take no more tokens than that")
+    if stated is not None and length > stated:
+        warn(
+            f"length={length}: the config of this model says that it was made for {stated} positions; answers behind them are "
+            "likely to be worse"
+        )
     return length
 
 

@@ -157,8 +157,22 @@ def test_keys_that_do_not_fit_are_refused(capsys, folder, case):
     """Before a model is loaded, with what to do instead."""
     keys, message = REFUSED[case]
     code, said, noted = ask(capsys, folder, *keys)
-    assert code != 0 and said == ""
+    assert code == 2 and said == ""
     assert message in noted
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "eval"])
+def test_a_folder_that_is_not_there_is_refused(capsys, tmp_path, command):
+    """With the exit code of what was asked for and cannot be, and the two places where a model was looked for."""
+    assert main([command, f"path={tmp_path}/nowhere", *(["sets=[x]"] if command == "eval" else [])]) == 2
+    noted = capsys.readouterr().err
+    assert f"{tmp_path}/nowhere: neither it nor {tmp_path}/nowhere/hf has a config.json" in noted
+
+
+def test_a_length_beyond_that_of_the_model_is_said(capsys, folder):
+    """In one line, and not where the length fits."""
+    assert "warning" not in ask(capsys, folder, "prompt=hi")[2]
+    assert ask(capsys, folder, "prompt=hi", "length=200")[2].count("warning: length=200: the config of this model says") == 1
 
 
 def test_bad_lines_of_a_file_are_counted(capsys, folder, tmp_path):

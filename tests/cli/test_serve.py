@@ -30,7 +30,8 @@ def serving(folder, *keys: str) -> Iterator[tuple[subprocess.Popen, str]]:
     command = [sys.executable, "-m", "mpar", "serve", f"path={folder}", "port=0", *keys]
     with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment(), text=True) as process:
         try:
-            yield process, re.search(r"http://127.0.0.1:\d+", process.stderr.readline())[0]
+            found = (re.search(r"http://127.0.0.1:\d+", line) for line in process.stderr)  # lines on compiling come before
+            yield process, next(address[0] for address in found if address)
         finally:
             process.kill()
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from mpar.runtime import load
+from mpar.ops import PackedMatrix, _packed_matrix, pack_matrix
+from mpar.runtime import _inductor, load
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it loads its compiler
 
@@ -77,3 +78,41 @@ def test_operands_that_lie_otherwise_in_memory():
     for given in (gate, gate.T.contiguous().T):
         (y,) = compiled([given, up], _Doubled())
         assert torch.allclose(y, torch.nn.functional.silu(gate) * up)
+
+
+PACKED = """
+f0 = PRIMITIVES['einsum']
+f1 = torch.ops.aten.mul.Tensor
+f2 = torch.ops.aten.neg.default
+
+def run(args, comm):
+    v0, v1, = args
+    args.clear()
+    v2 = f1(f0(f2(v0), v1, equation='bd,df->bf'), 2.0)
+    return (f1(v2, f2(v1).narrow(0, 0, 1)), v1.sum(0), v2,)
+"""
+
+
+def test_operands_that_are_more_than_tensors(monkeypatch):
+    """What reads a packed matrix is called as it is, by its function or method, and einsum multiplies with its blocks; the parts
+    between are compiled, here as recorded, and get plain tensors alone. Plain weights of the same strides have other code."""
+    parts = []
+
+    def recorded(graph, operands):
+        assert all(type(operand) is torch.Tensor for operand in operands)
+        parts.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    monkeypatch.setattr(_inductor, "inductor_compile", recorded)
+    monkeypatch.setattr(_packed_matrix, "onednn_packs", lambda dtype: True)
+    x, weight = torch.randn(3, 8), torch.randn(8, 16)
+    packed = pack_matrix(weight, (0,))
+    multiplied = []
+    einsum = PackedMatrix.einsum
+    monkeypatch.setattr(PackedMatrix, "einsum", lambda *given: multiplied.append(given) or einsum(*given))
+    compiled, comm = load("s", PACKED, {}, torch.device("cpu"), inductor=True), _Doubled()
+    for given, count in ((packed, 1), (weight, 1), (packed, 2)):
+        first, sums, product = compiled([x, given], comm)
+        assert torch.allclose(product, -2 * x @ weight, atol=1e-5) and torch.allclose(first, -product * weight[:1], atol=1e-5)
+        assert torch.allclose(sums, weight.sum(0), atol=1e-5) and len(multiplied) == count
+    assert parts[0] == [torch.ops.aten.neg.default] and len(parts) == 4  # between what is apart, and all of the plain code

@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -135,8 +135,8 @@ def wait_until(holds) -> None:
 class Slow(CachedTokens):
     """A runner whose steps wait for a permit, and fail when there is an order to."""
 
-    def __init__(self) -> None:
-        super().__init__(Sizes(rows=1, tokens=64, pages=17, page_size=16, length=256))
+    def __init__(self, adapters: Sequence[str] = ()) -> None:
+        super().__init__(Sizes(rows=1, tokens=64, pages=17, page_size=16, length=256), adapters=adapters)
         self.permits, self.fails = threading.Semaphore(0), False
 
     @contextmanager

@@ -104,3 +104,15 @@ def test_bodies_and_routes(server):
     for body in ({}, {"tokens": "x"}, {"tokens": [10**9]}, {"tokens": [-1]}):
         refused(httpx.post(f"{server[0]}/detokenize", json=body))
     assert httpx.post(f"{server[0]}/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_tools_that_the_template_would_leave_out(server):
+    """The template of this model shows no tools, so a request with tools is refused, unless none is to be called."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    body = {"messages": [USER], "max_tokens": 1, "tools": [tool]}
+    for route in ("v1/chat/completions", "tokenize"):
+        error = refused(httpx.post(f"{server[0]}/{route}", json=body))
+        assert (error["param"], error["type"], error["code"]) == ("tools", "invalid_request_error", "400")
+        assert "the chat template shows none to the model" in error["message"]
+    for harmless in ({"tools": []}, {"tool_choice": "none"}):
+        assert httpx.post(f"{server[0]}/v1/chat/completions", json={**body, **harmless}).status_code == 200

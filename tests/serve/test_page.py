@@ -8,6 +8,7 @@ import httpx
 import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
+from selenium.webdriver.support.select import Select
 from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.serve.conftest import serving
@@ -89,3 +90,42 @@ def test_a_conversation_in_a_browser(browser):
         addresses = asked_for(browser)
         assert addresses.count(f"{address}/v1/chat/completions") == 3
         assert all(url.startswith((f"{address}/", "data:")) for url in addresses), addresses
+
+
+@pytest.mark.full("a browser")
+@pytest.mark.skipif(None in (BROWSER, DRIVER), reason="needs Chromium: apt-get install chromium chromium-driver")
+@pytest.mark.parametrize("needs_key", [False, True])
+def test_a_model_is_chosen_in_a_browser(browser, needs_key):
+    """All models of the list can be chosen, the base comes first; a question goes to the one that is chosen then. Where a key is
+    needed, the list comes once it is given."""
+    runner = Slow(["french", "sql"])
+    keys = ("secret",) if needs_key else ()
+    with serving(runner, api_keys=keys) as (address, worker), runner.unhindered():
+        wait = WebDriverWait(browser, 20)
+        browser.get(address)
+        browser.find_element(By.TAG_NAME, "summary").click()
+        browser.execute_script("document.getElementById('max_tokens').value = 1")  # so that one step ends an answer
+        if needs_key:
+            browser.find_element(By.ID, "key").send_keys("secret\t")
+        wait.until(lambda _: browser.title == "tiny")
+        choice = Select(browser.find_element(By.ID, "model"))
+        assert [option.text for option in choice.options] == ["tiny", "french", "sql"]
+        asked = []
+        for name in ("tiny", "sql"):
+            choice.select_by_visible_text(name)
+            browser.find_element(By.ID, "question").send_keys("hello", "\n")
+            wait_until(lambda: worker.num_running == 1)
+            asked.append(worker.assistant.engine.scheduler.running[0].adapter)
+            runner.permits.release(1)
+            wait.until(lambda _: browser.find_element(By.ID, "send").is_displayed())
+            assert f"{name}, 1 tokens" in browser.find_elements(By.CSS_SELECTOR, ".assistant")[-1].text
+        assert asked == [0, 2]
+
+
+@pytest.mark.full("a browser")
+@pytest.mark.skipif(None in (BROWSER, DRIVER), reason="needs Chromium: apt-get install chromium chromium-driver")
+def test_a_single_model_needs_no_choice(browser, server):
+    """The list is not shown."""
+    browser.get(server[0])
+    WebDriverWait(browser, 20).until(lambda _: browser.title == "tiny")
+    assert not browser.find_element(By.ID, "model").is_displayed()

@@ -118,3 +118,29 @@ def test_length_bounds_a_prompt_and_its_answer(folders, tmp_path):
     models.to_hf(model, model.init(0), tmp_path)
     with pytest.raises(ConfigError, match=r"length=24: this model has learned 16 positions"):
         load_assistant(tmp_path, length=24)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 32),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 128),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 64),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}, 64),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 16}}, 32),
+    ],
+    ids=["plain", "linear", "dynamic", "yarn", "short yarn"],
+)
+def test_positions_that_a_config_states(folders, tmp_path, changes, expected):
+    """Without `length` a model answers as far as its config says; beyond, one line warns, with both numbers."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {**sizes, "num_key_value_heads": 2, "vocab_size": 259, "max_position_embeddings": 32, **changes}
+    model = models.build("llama", config)
+    assert models.stated_positions(model) == expected
+    models.to_hf(model, model.init(0), tmp_path)
+    byte_tokenizer().save(tmp_path)
+    for length, room, lines in ((None, expected, 0), (expected, expected, 0), (expected + 8, expected + 8, 1)):
+        warned = []
+        _, assistant = load_assistant(tmp_path, length=length, warn=warned.append)
+        assert (assistant.engine.runner.sizes.length, len(warned)) == (room, lines)
+        assert all(f"length={length}" in line and f"made for {expected} positions" in line for line in warned)
