@@ -35,13 +35,20 @@ class RolloutBatches(Batches):
     two such times reads them there; at such a time it draws the same ones again, because draws depend on seed, prompt and
     parameters alone.
     prompts: whose rows are prompts. rewards: what the rewards are, for the fingerprint.
-    Raises DataError if no prompt is short enough for the plan.
+    Prompts that are too long for the plan, and those without an answer where it reads answers, are left out and counted. Raises
+    DataError if none is left.
     """
 
     def __init__(self, prompts: DocumentBatches, plan: RolloutPlan, *, rewards: str) -> None:
         self.plan, self._rewards = plan, rewards
         self.shape, self.seed, self.shuffle = plan.shape, prompts.seed, prompts.shuffle
-        usable = Prompts(prompts.documents, seed=self.seed, shuffle=self.shuffle, max_tokens=plan.max_prompt_tokens)
+        usable = Prompts(
+            prompts.documents,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            max_tokens=plan.max_prompt_tokens,
+            answered=plan.reads_answers,
+        )
         self.prompts = usable.usable_of(prompts)
         self.pad_id, self.report = prompts.pad_id, self.prompts.report
         self._drawing: Drawing | None = None

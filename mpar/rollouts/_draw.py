@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from mpar.errors import DataError, RewardError
+from mpar.errors import RewardError
 from mpar.ops import fold_key
 from mpar.rollouts._advantages import advantages, is_even
 from mpar.rollouts._plan import RolloutPlan
@@ -96,7 +96,8 @@ def answered(
 ) -> tuple[dict[int, list[Rollout]], str | None]:
     """`size` answers with their rewards to each question, by its index, and why they could not be rewarded, if so.
 
-    greedy: each token is the likeliest one. Every rank draws and rewards some of the questions, and all have all answers.
+    greedy: each token is the likeliest one. Every rank draws and rewards some of the questions, and all have all answers, or the
+    reason why a rank could not give its own.
     """
     mine = range(drawing.rank, len(questions), drawing.size)
     drawn, error = _drawn(drawing, [questions[index] for index in mine], size, greedy), None
@@ -220,8 +221,7 @@ def _answers(drawing: Drawing, questions: Sequence[Question], asks: Sequence[Ask
     for index, question in enumerate(questions):
         if question.writer == "data":
             ids = question.prompt.answer_ids
-            if not ids:
-                raise DataError(f"cannot learn from {question.prompt.name}: it has no answer, and the policy writes only some.")
+            assert ids, "`Prompts` has left out rows without an answer"
             found[index] = Drawn(ids[:most], (), "stop" if len(ids) <= most else "length")
     return [found[index] for index in range(len(questions))]
 

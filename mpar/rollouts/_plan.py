@@ -86,6 +86,11 @@ class RolloutPlan:
         return self.num_answers // self.group_size
 
     @property
+    def reads_answers(self) -> bool:
+        """Whether some answers are those of the data, which each row must have then."""
+        return self.policy_share < 1 and not self.teacher
+
+    @property
     def steps(self) -> int:
         """For how many updates answers are drawn at a time."""
         return self.num_batches * self.num_rounds
