@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpar.data import BadRow, DocumentBatches, Documents, random_order
+from mpar.data import MESSAGES, BadRow, DocumentBatches, Documents, Message, random_order
 from mpar.errors import DataError
 
 __all__ = ["Prompt", "Prompts"]
@@ -16,14 +17,15 @@ _MOST_DESCRIBED = 10_000  # as of other malformed rows
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question: its text and tokens, the file and line of its row, the other columns of the row, and the tokens of the answer
-    that the data have; empty if they have none."""
+    """A question: its text and tokens, the file and line of its row, the other columns of the row, the tokens of the answer that
+    the data have, and the messages up to the question; empty if they have none."""
 
     text: str
     ids: tuple[int, ...]
     name: str
     columns: Mapping[str, object]
     answer_ids: tuple[int, ...] = ()
+    messages: tuple[Message, ...] = ()
 
 
 class Prompts:
@@ -86,7 +88,10 @@ class Prompts:
         ids = documents.tokens[start : start + int(documents.lengths[index]) + 1].tolist()
         columns, end = dict(documents.columns.get(row, {})), self._prompt_end(index)
         last = int(np.flatnonzero(self._trained(index))[-1]) + 1 if end < len(ids) else end
-        return Prompt(str(columns.pop("prompt", "")), tuple(ids[:end]), documents.names[row], columns, tuple(ids[end:last]))
+        text = str(columns.pop("prompt", ""))
+        messages = columns.pop(MESSAGES, [{"role": "user", "content": text}])
+        name, answer_ids = documents.names[row], tuple(ids[end:last])
+        return Prompt(text, tuple(ids[:end]), name, columns, answer_ids, tuple(cast(list[Message], messages)))
 
     def _trained(self, index: int) -> NDArray[np.bool_]:
         """Which tokens of a document are of an answer."""
