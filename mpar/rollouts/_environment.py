@@ -48,31 +48,33 @@ class Environment:
     options: Mapping[str, object] = field(default_factory=dict)
 
     def replies(self, conversations: Sequence[Conversation], time_s: float | None) -> list[tuple[Message, ...]]:
-        """The messages that follow each conversation, none if it is over. time_s: how long all calls together may take.
+        """The messages that follow each of some conversations, none if it is over. time_s: how long all calls together may take.
 
         Raises RolloutError, with the row and what the policy wrote, if the function raises, takes longer, or returns what is no
         message.
         """
         found: list[tuple[Message, ...]] = []
+        at = conversations[0]
         try:
             with limited(time_s):
-                for conversation in conversations:
-                    found.append(_messages(self.function(conversation, **self.options)))
+                for at in conversations:
+                    found.append(_messages(self.function(at, **self.options)))
         except OutOfTime:
-            raise self._error(conversations[len(found)], f"task.reward_time_s={time_s:g} seconds are over", "") from None
+            ways = "Let it end the conversation by None, or allow it more time: they are for all turns of a rank together."
+            raise self._error(at, f"the seconds of task.reward_time_s are over.\n{ways}") from None
         except _NoMessageError as error:
             ways = "Return None to end the conversation, a text, or a dict (or a list of dicts) with role and content."
-            raise self._error(conversations[len(found)], f"it returned {error}", f"\n{ways}") from None
+            raise self._error(at, f"it returned {error}.\n{ways}") from None
         except MparError as error:
-            raise self._error(conversations[len(found)], str(error), "") from error
+            raise self._error(at, str(error)) from error
         except (Exception, SystemExit) as error:
-            raise self._error(conversations[len(found)], f"it raised {type(error).__name__}: {error}", "") from error
+            raise self._error(at, f"it raised {type(error).__name__}: {error}") from error
         return found
 
-    def _error(self, at: Conversation, reason: str, ways: str) -> RolloutError:
+    def _error(self, at: Conversation, reason: str) -> RolloutError:
         return RolloutError(
             f"cannot go on with a conversation: task.environment={self.name} was given turn {at.turn} of the one about "
-            f"{at.name}, in which the policy wrote {brief(at.answer)}, and {reason}{ways}"
+            f"{at.name}, in which the policy wrote {brief(at.answer)}, and {reason}"
         )
 
 

@@ -11,6 +11,7 @@ from mpar.rollouts import Reward, list_rollouts, read_rollouts
 from mpar.train import read_metrics
 from tests.cli.conftest import run_mpar
 from tests.rollouts.made import HashSampler, batches, drawing, params, plan
+from tests.rollouts.test_turns import started
 from tests.train.test_rollouts import COMMON, ECHO, GRPO, write_arithmetic, write_echo
 
 TWO = [
@@ -56,6 +57,22 @@ def test_answers_are_filtered_and_sorted(run, capsys):
     assert [by_name[name] for name in found] == sorted((one.reward for one in passing), reverse=True)
     assert main(["rollouts", "show", str(run), "--group", str(rollouts[0].group)]) == 0
     assert "0 of 0 that pass" in capsys.readouterr().out  # the newest drawing has other groups
+
+
+def test_conversations_are_shown(tmp_path, monkeypatch, capsys):
+    """With all that the environment said, by its role; a text of it is found; tokens are those that the policy wrote."""
+    monkeypatch.setenv("COLUMNS", "200")
+    made, _ = started(tmp_path / "rollouts")
+    made.begin(0, params(1.0))
+    assert main(["rollouts", "show", str(tmp_path), "--full", "--contains", "[user] 3"]) == 0
+    shown = capsys.readouterr().out
+    found = [one for one in made.rollouts if "[user] 3" in one.text]
+    assert 0 < len(found) < len(made.rollouts)
+    assert f"{len(found)} of {len(found)} that pass" in shown
+    assert "[user] 3" in shown
+    assert "turns" in shown
+    sizes = {cells[4].strip() for line in shown.splitlines() if len(cells := line.split("│")) > 4 and cells[4].strip()}
+    assert sizes == {str(one.num_drawn) for one in found}
 
 
 @pytest.mark.parametrize(
