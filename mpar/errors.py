@@ -15,6 +15,7 @@ __all__ = [
     "PlainDataError",
     "ProgramError",
     "RewardError",
+    "RolloutError",
     "ShapeError",
     "ShardingError",
     "TraceError",
@@ -62,7 +63,11 @@ class DtypeError(MparError, TypeError):
     """Operands whose dtypes the op does not accept."""
 
 
-class RewardError(MparError, ValueError):
+class RolloutError(MparError, ValueError):
+    """Answers could not be drawn: the environment of a conversation raised, or returned what is no message."""
+
+
+class RewardError(RolloutError):
     """A function that rewards answers raised, or returned what is no reward."""
 
 

@@ -115,8 +115,8 @@ def _show(file: "RolloutFile", asked: argparse.Namespace) -> None:
     table = Table("group", "prompt", "answer", "tokens", "finish", *_names(file), "reward", "advantage", header_style="bold")
     for rollout in kept[: asked.rows]:
         rewards = [_number(rollout.rewards.get(name)) for name in _names(file)]
-        texts = [_text(text, full=asked.full) for text in (rollout.prompt, rollout.answer)]
-        facts = [str(len(rollout.answer_ids)), rollout.finish, *rewards, _number(rollout.reward), f"{rollout.advantage:+.3g}"]
+        texts = [_text(text, full=asked.full) for text in (rollout.prompt, rollout.text)]
+        facts = [str(rollout.num_drawn), rollout.finish, *rewards, _number(rollout.reward), f"{rollout.advantage:+.3g}"]
         table.add_row(f"{rollout.group}.{rollout.choice}", *texts, *facts)
     print_table(table)
     say(f"{min(len(kept), asked.rows)} of {len(kept)} that pass, of {len(file.rollouts)} answers")
@@ -134,14 +134,14 @@ def _passes(rollout: "Rollout", asked: argparse.Namespace) -> bool:
     return (
         (asked.group is None or rollout.group == asked.group)
         and (asked.finish is None or rollout.finish == asked.finish)
-        and (asked.contains is None or asked.contains in rollout.prompt or asked.contains in rollout.answer)
+        and (asked.contains is None or asked.contains in rollout.prompt or asked.contains in rollout.text)
         and (unbounded or asked.min_reward <= reward <= asked.max_reward)
     )
 
 
 def _measure(rollout: "Rollout", name: str) -> float:
     if name == "tokens":
-        return len(rollout.answer_ids)
+        return rollout.num_drawn
     return rollout.advantage if name == "advantage" else -math.inf if rollout.reward is None else rollout.reward
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mpar.data._token_weights import TokenWeights
     from mpar.data._tokenizer import Tokenizer, byte_tokenizer
     from mpar.data.reading import find_sources
-    from mpar.data.rows import BadRow
+    from mpar.data.rows import MESSAGES, BadRow
 
 _HOME = {
     "Answers": "_answers",
@@ -42,6 +42,7 @@ _HOME = {
     "data_stats": "_stats",
     "MalformedFile": "_malformed",
     "write_malformed": "_malformed",
+    "MESSAGES": "rows",
     "BadRow": "rows",
     "find_sources": "reading",
     "stream_report": "_cursor",
@@ -56,6 +57,7 @@ _HOME = {
 }
 
 __all__ = [
+    "MESSAGES",
     "Answers",
     "BadRow",
     "BatchShape",

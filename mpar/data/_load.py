@@ -23,7 +23,7 @@ from mpar.plug_ins import source_digests
 
 __all__ = ["load_dataset"]
 
-_CACHE_FORMAT = 4  # to be raised when a change of the code makes other documents of the same rows
+_CACHE_FORMAT = 5  # to be raised when a change of the code makes other documents of the same rows
 
 
 def load_dataset(

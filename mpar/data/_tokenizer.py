@@ -27,6 +27,7 @@ __all__ = ["Tokenizer", "byte_tokenizer"]
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _ANSWERS = TokenWeights()
 _MAX_TOKENIZER_COMMAS = 2**22  # the library keeps a hundred bytes for every value, also for those that it does not use
+_SAID = "an answer \u2058 behind which a conversation goes on"  # a text that no message has
 
 
 class Tokenizer:
@@ -185,6 +186,20 @@ class Tokenizer:
     ) -> list[int]:
         """The ids of the text that `render_chat` gives. No special tokens are added."""
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools))
+
+    def encode_reply(self, messages: Sequence[Message], end_id: int) -> list[int]:
+        """The ids behind an answer, which the token `end_id` has ended, if the conversation goes on with `messages`: up to where
+        the next answer begins. They do not depend on what was said before.
+
+        Raises TemplateError without a chat template, RenderError if it refuses these messages, or shows only the last answer.
+        """
+        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}, *messages]
+        _, found, behind = self.render_chat(said, add_generation_prompt=True).partition(_SAID)
+        if not found:
+            raise RenderError("the chat template leaves out an answer behind which the conversation goes on")
+        end = self.decode([end_id]) if end_id < self.vocab_size else ""
+        closed = behind.lstrip()
+        return self.encode(closed.removeprefix(end) if end and closed.startswith(end) else behind)
 
     def encode_chat(
         self, messages: Sequence[Message], *, weights: TokenWeights = _ANSWERS, tools: Sequence[object] | None = None

@@ -2,7 +2,8 @@
 
 from mpar.rollouts._advantages import TokenAdvantages, advantages
 from mpar.rollouts._batches import RolloutBatches
-from mpar.rollouts._draw import Drawing, Exchange, Measure
+from mpar.rollouts._drawing import Drawing, Exchange, Measure, ReplyIds
+from mpar.rollouts._environment import Conversation, Environment, make_environment
 from mpar.rollouts._files import RolloutFile, RolloutHeader, list_rollouts, read_rollouts
 from mpar.rollouts._held_out import HELD_OUT_FOLDER, HeldOut
 from mpar.rollouts._plan import RolloutPlan
@@ -14,13 +15,16 @@ from mpar.rollouts.rewards import Reward, RewardSpec, make_rewards, reward_probl
 __all__ = [
     "HELD_OUT_FOLDER",
     "Ask",
+    "Conversation",
     "Drawing",
     "Drawn",
     "EngineSampler",
+    "Environment",
     "Exchange",
     "HeldOut",
     "Measure",
     "Prompts",
+    "ReplyIds",
     "Reward",
     "RewardSpec",
     "Rollout",
@@ -32,6 +36,7 @@ __all__ = [
     "TokenAdvantages",
     "advantages",
     "list_rollouts",
+    "make_environment",
     "make_rewards",
     "read_rollouts",
     "reward_problems",

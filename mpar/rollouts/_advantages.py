@@ -1,5 +1,6 @@
 """Advantages: by how much an answer is better than the others to the same prompt."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,14 +31,16 @@ class TokenAdvantages:
 def with_token_advantages(rollouts: Sequence[Rollout], counted: Sequence[bool], how: TokenAdvantages) -> list[Rollout]:
     """The rollouts with `token_advantages` and `returns` of their tokens, from `values`, and with beta also `reference_logps`.
 
-    Rewards of tokens, advantages and returns are those of `token_rewards` and `gae`. Advantages are then `whitened` over the
-    tokens of all rollouts that are counted; the others have none.
+    Rewards of tokens, advantages and returns are those of `token_rewards` and `gae`, over the tokens that the policy wrote; those
+    of an environment, which have 0, are a part of what follows. Advantages are then `whitened` over the tokens of all rollouts
+    that are counted; the others have none.
     """
-    lengths_R = torch.tensor([len(rollout.answer_ids) for rollout in rollouts])
+    lengths_R = torch.tensor([rollout.num_drawn for rollout in rollouts])
     scores_R = torch.tensor([rollout.reward or 0.0 for rollout in rollouts], dtype=torch.float64)
-    logps_RS = _padded([rollout.logps for rollout in rollouts])
-    values_RS = _padded([rollout.of_tokens["values"] for rollout in rollouts])
-    reference_RS = _padded([rollout.of_tokens["reference_logps"] for rollout in rollouts]) if how.beta else logps_RS
+    logps_RS = _padded([_of_drawn(rollout, rollout.logps) for rollout in rollouts])
+    values_RS = _padded([_of_drawn(rollout, rollout.of_tokens["values"]) for rollout in rollouts])
+    known = [rollout.of_tokens["reference_logps"] if how.beta else rollout.logps for rollout in rollouts]
+    reference_RS = _padded([_of_drawn(rollout, numbers) for rollout, numbers in zip(rollouts, known, strict=True)])
     rewards_RS = token_rewards(scores_R, logps_RS, reference_RS, lengths_R, beta=how.beta)
     advantages_RS, returns_RS = gae(rewards_RS, values_RS, gamma=how.gamma, lam=how.lam)
     inside_RS = torch.arange(logps_RS.shape[1]) < lengths_R[:, None]
@@ -47,12 +50,23 @@ def with_token_advantages(rollouts: Sequence[Rollout], counted: Sequence[bool], 
             rollout,
             of_tokens={
                 **rollout.of_tokens,
-                "token_advantages": tuple(advantages_RS[row, : len(rollout.answer_ids)].tolist()),
-                "returns": tuple(returns_RS[row, : len(rollout.answer_ids)].tolist()),
+                "token_advantages": _of_all(rollout, advantages_RS[row]),
+                "returns": _of_all(rollout, returns_RS[row]),
             },
         )
         for row, rollout in enumerate(rollouts)
     ]
+
+
+def _of_drawn(rollout: Rollout, numbers: Sequence[float]) -> list[float]:
+    """The numbers of those tokens that the policy wrote."""
+    return list(itertools.compress(numbers, rollout.drawn))
+
+
+def _of_all(rollout: Rollout, numbers_S: Tensor) -> tuple[float, ...]:
+    """For each token behind the prompt its number, 0 for those of the environment; `numbers_S` has those of the others."""
+    of_drawn = iter(numbers_S.tolist())
+    return tuple(next(of_drawn) if drawn else 0.0 for drawn in rollout.drawn)
 
 
 def _padded(rows: Sequence[Sequence[float]]) -> Tensor:

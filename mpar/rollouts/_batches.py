@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpar.data import Batches, DocumentBatches
-from mpar.errors import CheckpointError, NumericsError, RewardError
+from mpar.errors import CheckpointError, NumericsError
 from mpar.rollouts._advantages import with_token_advantages
-from mpar.rollouts._draw import Drawing, Measure, draw, numbers_of, with_advantages
+from mpar.rollouts._draw import draw, numbers_of, with_advantages
+from mpar.rollouts._drawing import Drawing, Measure
 from mpar.rollouts._files import RolloutFile, RolloutHeader, read_rollouts, rollout_path, write_rollouts
 from mpar.rollouts._plan import RolloutPlan
 from mpar.rollouts._prompts import Prompts
@@ -35,13 +36,20 @@ class RolloutBatches(Batches):
     two such times reads them there; at such a time it draws the same ones again, because draws depend on seed, prompt and
     parameters alone.
     prompts: whose rows are prompts. rewards: what the rewards are, for the fingerprint.
-    Raises DataError if no prompt is short enough for the plan.
+    Prompts that are too long for the plan, and those without an answer where it reads answers, are left out and counted. Raises
+    DataError if none is left.
     """
 
     def __init__(self, prompts: DocumentBatches, plan: RolloutPlan, *, rewards: str) -> None:
         self.plan, self._rewards = plan, rewards
         self.shape, self.seed, self.shuffle = plan.shape, prompts.seed, prompts.shuffle
-        usable = Prompts(prompts.documents, seed=self.seed, shuffle=self.shuffle, max_tokens=plan.max_prompt_tokens)
+        usable = Prompts(
+            prompts.documents,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            max_tokens=plan.max_prompt_tokens,
+            answered=plan.reads_answers,
+        )
         self.prompts = usable.usable_of(prompts)
         self.pad_id, self.report = prompts.pad_id, self.prompts.report
         self._drawing: Drawing | None = None
@@ -87,7 +95,8 @@ class RolloutBatches(Batches):
         """Make ready for the batch of `step`. Answers are drawn if it is time to, with `params`, by path; returns what is worth
         seeing of them.
 
-        Raises RewardError if they cannot be rewarded, and CheckpointError if those of before, which the step needs, are gone.
+        Raises RolloutError if they cannot be drawn or rewarded, and CheckpointError if those of before, which the step needs, are
+        gone.
         """
         number = step // self.plan.steps
         if step % self.plan.steps == 0:
@@ -137,7 +146,7 @@ class RolloutBatches(Batches):
             for index, rollout in enumerate(self._in_row(step, row)):
                 begin, end = place + len(rollout.prompt_ids) - 1, place + rollout.num_positions
                 if self.plan.learns_from(rollout):
-                    made["answers"][out, begin:end] = index
+                    made["answers"][out, begin:end] = torch.where(torch.tensor(rollout.drawn), index, -1)
                     if rollout.logps:
                         made["old_logps"][out, begin:end] = torch.tensor(rollout.logps)
                     for name in rollout.of_tokens.keys() & TOKEN_KEYS.keys():
@@ -164,7 +173,7 @@ class RolloutBatches(Batches):
             arrays["documents"][here] = index
             if self.plan.learns_from(rollout):
                 begin = place + len(rollout.prompt_ids) - 1
-                arrays["labels"][begin : here.stop] = rollout.answer_ids
+                arrays["labels"][begin : here.stop][rollout.drawn] = np.array(rollout.answer_ids)[rollout.drawn]
             place = here.stop
 
     def _in_row(self, step: int, row: int) -> list[Rollout]:
@@ -187,7 +196,7 @@ class RolloutBatches(Batches):
             write_rollouts(self._folder, RolloutFile(header, tuple(rollouts)))
         if problem is not None:
             file = rollout_path(self._folder, number)
-            raise RewardError(f"{problem}\nThe answers are in {file}; a run that goes on draws the same ones again.")
+            raise type(problem)(f"{problem}\nThe answers are in {file}; a run that goes on draws the same ones again.")
         self._number, self._rollouts = number, tuple(rollouts)
         return numbers
 

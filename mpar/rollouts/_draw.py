@@ -1,80 +1,25 @@
 """Draws the answers of one rollout: prompts to the sampler, texts to the rewards, and groups that teach nothing once more."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from torch import Tensor
-
-from mpar.errors import DataError, RewardError
+from mpar.errors import RewardError, RolloutError
 from mpar.ops import fold_key
 from mpar.rollouts._advantages import advantages, is_even
+from mpar.rollouts._drawing import Drawing, Question, draw_seed
 from mpar.rollouts._plan import RolloutPlan
-from mpar.rollouts._prompts import Prompt, Prompts
+from mpar.rollouts._prompts import Prompt
 from mpar.rollouts._rollout import Rollout
-from mpar.rollouts._sampler import Ask, Drawn, Sampler
-from mpar.rollouts.rewards import Reward, score
+from mpar.rollouts._sampler import Ask, Drawn
+from mpar.rollouts._turns import go_on, with_turn
+from mpar.rollouts.rewards import score
 
-__all__ = [
-    "Drawing",
-    "Exchange",
-    "Measure",
-    "Question",
-    "answer_numbers",
-    "answered",
-    "draw",
-    "draw_seed",
-    "numbers_of",
-    "with_advantages",
-]
-
-Exchange = Callable[[object], list[object]]
-"""A function that gives every rank what each rank has, in the order of ranks; all ranks call it together."""
+__all__ = ["answer_numbers", "answered", "draw", "numbers_of", "with_advantages"]
 
 
-Measure = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""A function of the parameters, as this rank has them by path, and of a global batch, that gives numbers of its positions,
-(B, S). All ranks call it together."""
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """What answers are drawn with.
-
-    rewards: functions, which each rank calls for its own answers; `models` are called by all ranks together, for all answers.
-    decode:  the text of tokens, without special ones. exchange, rank, size: how ranks share the work: each draws every `size`-th
-             group, and rewards it.
-    measure: gives what the task measures of answers. teacher: draws those answers that the plan leaves to the teacher.
-    time_s:  how long one reward may take for the answers of a rank; None: as long as it wants to.
-    """
-
-    plan: RolloutPlan
-    prompts: Prompts
-    sampler: Sampler
-    rewards: Sequence[Reward]
-    decode: Callable[[Sequence[int]], str]
-    seed: int
-    exchange: Exchange
-    rank: int = 0
-    size: int = 1
-    models: Sequence[Reward] = ()
-    measure: Measure | None = None
-    teacher: Sampler | None = None
-    time_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Question:
-    """A prompt that a group of answers is drawn for. group: its number in the run. seed: of the draws. writer: who answers."""
-
-    prompt: Prompt
-    group: int
-    seed: int
-    writer: str = "policy"
-
-
-def draw(drawing: Drawing, number: int) -> tuple[list[Rollout], str | None]:
-    """The answers of rollout `number` with their rewards, group by group, and why they could not be rewarded, if so; then some
+def draw(drawing: Drawing, number: int) -> tuple[list[Rollout], RolloutError | None]:
+    """The answers of rollout `number` with their rewards, group by group, and why there is not all of this, if so; then some
     have no rewards. The same on all ranks, which call this together.
     """
     groups: dict[int, list[Rollout]] = {}
@@ -93,19 +38,20 @@ def draw(drawing: Drawing, number: int) -> tuple[list[Rollout], str | None]:
 
 def answered(
     drawing: Drawing, questions: Sequence[Question], size: int, *, greedy: bool = False
-) -> tuple[dict[int, list[Rollout]], str | None]:
-    """`size` answers with their rewards to each question, by its index, and why they could not be rewarded, if so.
+) -> tuple[dict[int, list[Rollout]], RolloutError | None]:
+    """`size` answers with their rewards to each question, by its index, and why there is not all of this, if so.
 
-    greedy: each token is the likeliest one. Every rank draws and rewards some of the questions, and all have all answers.
+    greedy: each token is the likeliest one. Every rank draws and rewards some of the questions, and all have all answers, or the
+    reason why a rank could not give its own.
     """
     mine = range(drawing.rank, len(questions), drawing.size)
-    drawn, error = _drawn(drawing, [questions[index] for index in mine], size, greedy), None
+    drawn, error = _drawn(drawing, [questions[index] for index in mine], size, greedy)
     try:
-        drawn = score(drawing.rewards, drawn, drawing.time_s)
+        drawn = drawn if error is not None else score(drawing.rewards, drawn, drawing.time_s)
     except RewardError as problem:
-        error = str(problem)
+        error = problem
     of_mine = {index: drawn[i * size : (i + 1) * size] for i, index in enumerate(mine)}
-    parts: list[tuple[dict[int, list[Rollout]], str | None]] = drawing.exchange((of_mine, error))  # type: ignore[assignment]
+    parts: list[tuple[dict[int, list[Rollout]], RolloutError | None]] = drawing.exchange((of_mine, error))  # type: ignore[assignment]
     error = next((found for _, found in parts if found is not None), None)
     groups = {index: group for part, _ in parts for index, group in part.items()}
     if error is None and drawing.models:
@@ -115,13 +61,13 @@ def answered(
 
 def _scored_by_models(
     drawing: Drawing, groups: Mapping[int, list[Rollout]], size: int
-) -> tuple[dict[int, list[Rollout]], str | None]:
+) -> tuple[dict[int, list[Rollout]], RolloutError | None]:
     """The groups with the rewards of models, too; and why that was not possible, if so."""
     flat = [rollout for slot in sorted(groups) for rollout in groups[slot]]
     try:
         scored = score(drawing.models, flat)
     except RewardError as problem:
-        return dict(groups), str(problem)
+        return dict(groups), problem
     return {slot: scored[i * size : (i + 1) * size] for i, slot in enumerate(sorted(groups))}, None
 
 
@@ -150,9 +96,11 @@ def answer_numbers(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Of answers: means of their rewards and lengths, and the shares of those without an end or a reward."""
     count = len(rollouts)
     lengths = {
-        "answer_tokens": _mean([len(rollout.answer_ids) for rollout in rollouts]),
+        "answer_tokens": _mean([rollout.num_drawn for rollout in rollouts]),
         "truncated": sum(rollout.finish == "length" for rollout in rollouts) / count,
     }
+    if any(rollout.turns for rollout in rollouts):
+        lengths["turns"] = _mean([rollout.num_turns for rollout in rollouts])
     if not rollouts[0].rewards:
         return lengths
     given = [rollout.reward for rollout in rollouts if rollout.reward is not None]
@@ -174,26 +122,35 @@ def _question(drawing: Drawing, number: int, slot: int, attempt: int) -> Questio
     return Question(drawing.prompts.take(group, attempt), group, seed, _writer(drawing, number, slot, attempt))
 
 
-def _drawn(drawing: Drawing, questions: Sequence[Question], size: int, greedy: bool) -> list[Rollout]:
-    """`size` answers without rewards to each question, all of a question next to each other."""
+def _drawn(
+    drawing: Drawing, questions: Sequence[Question], size: int, greedy: bool
+) -> tuple[list[Rollout], RolloutError | None]:
+    """`size` answers without rewards to each question, all of a question next to each other; and why a conversation could not go
+    on, if so."""
     asked = [question for question in questions for _ in range(size)]
-    asks = [Ask(question.prompt.ids, question.seed, i % size, greedy) for i, question in enumerate(asked)]
-    return [
-        Rollout(
-            prompt=question.prompt.text or drawing.decode(question.prompt.ids),
-            prompt_ids=ask.prompt,
-            name=question.prompt.name,
-            group=question.group,
-            choice=ask.choice,
-            answer=drawing.decode(answer.tokens),
-            answer_ids=answer.tokens,
-            logps=answer.logps,
-            finish=answer.finish,
-            columns=_columns(drawing, question.prompt),
-            writer=question.writer,
-        )
-        for question, ask, answer in zip(asked, asks, _answers(drawing, asked, asks), strict=True)
-    ]
+    most = drawing.plan.max_turn_tokens
+    asks = [Ask(question.prompt.ids, question.seed, i % size, greedy, most) for i, question in enumerate(asked)]
+    begun = [_asked(drawing, question, ask) for question, ask in zip(asked, asks, strict=True)]
+    answers = _answers(drawing, asked, asks)
+    first = [with_turn(drawing, rollout, answer) for rollout, answer in zip(begun, answers, strict=True)]
+    return go_on(drawing, asked, first, greedy=greedy)
+
+
+def _asked(drawing: Drawing, question: Question, ask: Ask) -> Rollout:
+    """The rollout of a question that has no answer yet."""
+    return Rollout(
+        prompt=question.prompt.text or drawing.decode(question.prompt.ids),
+        prompt_ids=ask.prompt,
+        name=question.prompt.name,
+        group=question.group,
+        choice=ask.choice,
+        answer="",
+        answer_ids=(),
+        logps=(),
+        finish="",
+        columns=_columns(drawing, question.prompt),
+        writer=question.writer,
+    )
 
 
 def _columns(drawing: Drawing, prompt: Prompt) -> Mapping[str, object]:
@@ -220,16 +177,9 @@ def _answers(drawing: Drawing, questions: Sequence[Question], asks: Sequence[Ask
     for index, question in enumerate(questions):
         if question.writer == "data":
             ids = question.prompt.answer_ids
-            if not ids:
-                raise DataError(f"cannot learn from {question.prompt.name}: it has no answer, and the policy writes only some.")
+            assert ids, "`Prompts` has left out rows without an answer"
             found[index] = Drawn(ids[:most], (), "stop" if len(ids) <= most else "length")
     return [found[index] for index in range(len(questions))]
-
-
-def draw_seed(seed: int, *purpose: int | str) -> int:
-    """The seed of the draws for a question, of that of the run and of what the draws are for."""
-    low, high = fold_key(seed, *purpose)
-    return low | (high & 0x7FFFFFFF) << 32
 
 
 def _mean(values: Sequence[float]) -> float:

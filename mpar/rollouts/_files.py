@@ -74,4 +74,6 @@ def _rollout(plain: dict[str, Any]) -> Rollout:
     if not wanted <= set(plain) <= set(known):
         raise ValueError(f"a line has {sorted(plain)}, and must have {sorted(wanted)}")
     of_tokens = {name: tuple(values) for name, values in plain.get("of_tokens", {}).items()}
-    return Rollout(**{**plain, **{name: tuple(plain[name]) for name in _TUPLES}, "of_tokens": of_tokens})
+    given = tuple((int(begin), int(end)) for begin, end in plain.get("given", ()))
+    tuples = {**{name: tuple(plain[name]) for name in _TUPLES}, "turns": tuple(plain.get("turns", ()))}
+    return Rollout(**{**plain, **tuples, "of_tokens": of_tokens, "given": given})

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mpar.errors import RewardError
-from mpar.rollouts._draw import Drawing, Question, answer_numbers, answered, draw_seed
+from mpar.rollouts._draw import answer_numbers, answered
+from mpar.rollouts._drawing import Drawing, Question, draw_seed
 from mpar.rollouts._files import RolloutFile, RolloutHeader, write_rollouts
 from mpar.rollouts._prompts import Prompts
 from mpar.rollouts._rollout import Rollout
@@ -41,7 +41,7 @@ class HeldOut:
         """The numbers of `answer_numbers` after `step` updates, of all answers together and, named SET/NUMBER, of each of several
         sets. All ranks call this together; `params` are those that this rank has, by path.
 
-        Raises RewardError if answers cannot be rewarded; they are in the folder then, too.
+        Raises RolloutError if they cannot be drawn or rewarded; what there is of them is in the folder then, too.
         """
         drawing, size = self.drawing, self.num_answers or 1
         drawing.sampler.load(params)
@@ -52,7 +52,7 @@ class HeldOut:
         if drawing.rank == 0:
             write_rollouts(self.folder, RolloutFile(RolloutHeader(step, step, "", problem is None, numbers), tuple(rollouts)))
         if problem is not None:
-            raise RewardError(f"{problem}\nThese answers are to held-out prompts, and are in {self.folder}.")
+            raise type(problem)(f"{problem}\nThese answers are to held-out prompts, and are in {self.folder}.")
         return numbers
 
     def _questions(self, name: str) -> Iterator[tuple[str, Question]]:

@@ -24,6 +24,8 @@ class RolloutPlan:
     by_token:          advantages of tokens, from values that are measured when answers are drawn; None: of answers.
     rewarded:          whether answers have rewards, without which they are not learned from.
     policy_share:      the share of answers that the policy draws; the others are those of the data, or the `teacher`'s.
+    max_turns:         how often the policy may write in a conversation with an environment; None: as long as `max_tokens`, which
+                       counts all that is written behind the prompt, leaves room. max_turn_tokens: the most tokens of each time.
     Raises ConfigError with all sizes that do not fit each other.
     """
 
@@ -41,10 +43,14 @@ class RolloutPlan:
     rewarded: bool = field(default=True, repr=False)
     policy_share: float = field(default=1.0, repr=False)
     teacher: bool = field(default=False, repr=False)
+    max_turns: int | None = field(default=None, repr=False)
+    max_turn_tokens: int | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         least = {"group_size": 1, "max_prompt_tokens": 2, "max_tokens": 1, "num_batches": 1, "num_rounds": 1, "max_redraws": 0}
         problems = [f"{name}={getattr(self, name)} is below {low}" for name, low in least.items() if getattr(self, name) < low]
+        bounds = {"max_turns": self.max_turns, "max_turn_tokens": self.max_turn_tokens}
+        problems += [f"{name}={bound} is below 1" for name, bound in bounds.items() if bound is not None and bound < 1]
         if self.group_size == 1 and self.rewarded and self.by_token is None:
             problems.append("group_size=1: the answers to a prompt are compared with each other, so there must be two")
         if self.answers_per_row < 1:
@@ -86,6 +92,11 @@ class RolloutPlan:
         return self.num_answers // self.group_size
 
     @property
+    def reads_answers(self) -> bool:
+        """Whether some answers are those of the data, which each row must have then."""
+        return self.policy_share < 1 and not self.teacher
+
+    @property
     def steps(self) -> int:
         """For how many updates answers are drawn at a time."""
         return self.num_batches * self.num_rounds
@@ -99,6 +110,9 @@ class RolloutPlan:
     def fingerprint(self) -> str:
         """What batches depend on, in words: those of before there were advantages of tokens, where there are none."""
         more = [self.by_token, self.rewarded, self.policy_share, self.teacher]
+        turns = [self.max_turns, self.max_turn_tokens]
+        if turns != [None, None]:
+            return repr((self, more, turns))
         return repr(self) if more == [None, True, 1.0, False] else repr((self, more))
 
     def answers_of(self, step: int, row: int) -> range:

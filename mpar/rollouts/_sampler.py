@@ -16,12 +16,14 @@ _MAX_SEED = 2**63 - 1
 @dataclass(frozen=True)
 class Ask:
     """A prompt to be answered. Draws depend on the seed, on `choice`, on the number of each token and on nothing else. greedy:
-    nothing is drawn, each token is the likeliest one."""
+    nothing is drawn, each token is the likeliest one. max_tokens: the most tokens of the answer; None: as many as the sampler
+    allows."""
 
     prompt: tuple[int, ...]
     seed: int
     choice: int
     greedy: bool = False
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class EngineSampler:
             engine.add(
                 ask.prompt,
                 Sampling(
-                    max_tokens=self._max_tokens,
+                    max_tokens=min(self._max_tokens, ask.max_tokens or self._max_tokens),
                     temperature=0.0 if ask.greedy else 1.0,
                     seed=ask.seed & _MAX_SEED,
                     num_alternatives=0,

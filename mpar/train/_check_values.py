@@ -110,6 +110,11 @@ def _of_rollouts(config: TrainConfig) -> Iterator[str]:
     unknown = [name for name in task.reward_options if name not in task.rewards]
     if unknown:
         yield f"task.reward_options is for {', '.join(unknown)}, which task.rewards={list(task.rewards)} does not have"
+    turns = [name for name in ("max_turns", "max_turn_tokens", "environment_options") if getattr(task, name)]
+    if task.environment is None and turns:
+        yield f"{', '.join(f'task.{name}' for name in turns)}: only a conversation with task.environment has several turns"
+    if task.environment is not None and task.learn == "gkd":
+        yield "task.environment: task.learn=gkd learns from single answers; use task=grpo or ppo"
     if task.reward_time_s >= config.timeout_s and task.rewards:
         yield (
             f"task.reward_time_s={task.reward_time_s:g} is not below timeout_s={config.timeout_s:g}: the other ranks would give "

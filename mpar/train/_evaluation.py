@@ -100,7 +100,7 @@ class HeldOutEvaluation:
         return is_due(self.every, step, last)
 
     def losses(self, state: State, step: int, rank: int, device: torch.device, watch: Watch) -> EvalLosses:
-        """What the answers after `step` updates are worth, under `task_means`. All ranks call this together. Raises RewardError
+        """What the answers after `step` updates are worth, under `task_means`. All ranks call this together. Raises RolloutError
         if they cannot be rewarded."""
         watch.enter(Phase.BATCH)
         numbers = self.held_out.measure(step, params_of(state))

@@ -154,8 +154,12 @@ def _no_gradient(config: TrainConfig, before: Health, seen: Seen) -> list[str]:
             f"{seen.weight:.0f} labels are trained on, so the loss does not depend on the parameters, or every gradient is too "
             "small for its dtype (compare precision=fp32)"
         )
-    if seen.weight > 0 and config.task.draws:
-        causes = "all answers of each group were worth the same, so there is nothing to learn from (task.max_redraws)"
+    if config.task.kind == "prompt" and config.task.learn != "gkd":
+        causes = (
+            "all answers of each group were worth the same, so there is nothing to learn from (task.max_redraws)"
+            if seen.weight > 0
+            else "no answer has a reward (the number without_reward), or with task.drop_truncated none ended by itself"
+        )
     problem = f"the gradient norm is exactly zero in step {seen.step}: {causes}"
     if config.on_zero_gradient == "stop":
         raise NumericsError(f"training stopped: {problem}.\nTo go on with a note, choose on_zero_gradient=warn.")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpar.checkpoint import Json
 from mpar.data import Batches
-from mpar.errors import RewardError
+from mpar.errors import RolloutError
 from mpar.models import Trainable
 from mpar.program import NO_LIMITS, Program, RankRun, Replay, State
 from mpar.tasks import task_means
@@ -129,8 +129,8 @@ def _run_steps(
 
 
 def _begin_batch(rank: Rank, position: int, state: State, progress: Progress) -> Mapping[str, float]:
-    """Make ready for a batch that depends on the parameters. If answers cannot be rewarded, the steps up to here are saved first:
-    a run that goes on begins with drawing the same answers.
+    """Make ready for a batch that depends on the parameters. If answers cannot be drawn or rewarded, the steps up to here are
+    saved first: a run that goes on begins with drawing the same answers.
     """
     if rank.batches.reads_ahead:
         return {}
@@ -138,7 +138,7 @@ def _begin_batch(rank: Rank, position: int, state: State, progress: Progress) ->
     rank.watch.enter(Phase.BATCH)
     try:
         said = rank.batches.begin(position, params)
-    except RewardError:
+    except RolloutError:
         if progress.step:
             rank.saving.after_step(state, progress, None, last=True)
         raise
@@ -214,6 +214,6 @@ def _evaluated(rank: Rank, state: State, progress: Progress) -> EvalLosses | Non
         return None
     try:
         return evaluation.losses(state, progress.step, rank.rank, rank.device, rank.watch)
-    except RewardError:
+    except RolloutError:
         rank.saving.after_step(state, progress, None, last=True)
         raise

@@ -12,7 +12,7 @@ from mpar.train._changes import config_changes, function_changes, model_then
 from mpar.train._config import PlainConfig, TrainConfig
 from mpar.train._data_items import BATCH_SIZE
 from mpar.train._setup import RunSetup, trained_model
-from mpar.train._state import Progress, checkpoint_in, resume_from
+from mpar.train._state import Progress, check_adapters, checkpoint_in, is_checkpoint, resume_from
 
 __all__ = ["Origin", "find_origin", "steps_done"]
 
@@ -45,12 +45,16 @@ def find_origin(setup: RunSetup, resolved: PlainConfig) -> Origin:
     """The origin of the run of `setup`, whose configuration as plain data is `resolved`.
 
     Raises CheckpointError if there is nothing left to train, if the model computes another function than that of the checkpoint
-    and `resume.allow_change` does not allow it, or if the optimizer is another one.
+    and `resume.allow_change` does not allow it, if the optimizer is another one, or if a new run would begin without some of the
+    adapters in a checkpoint.
     """
     config = setup.config
     resume = resume_from(Path(str(config.run_dir)), config.resume.path)
     if resume is None:
-        return _new_run(config, resolved)
+        origin = _new_run(config, resolved)
+        if origin.init is not None and is_checkpoint(origin.init):
+            check_adapters(setup.chain if isinstance(setup.chain, Trainable) else setup.model, origin.init)
+        return origin
     extras = checkpoint.read_extras(resume)
     reached, then = Progress.from_extras(extras, resume), _config_in(extras)
     if reached.step >= config.steps:

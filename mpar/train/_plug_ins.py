@@ -7,7 +7,7 @@ from mpar.plug_ins import PlugIn, is_reference
 from mpar.train._config import ModelConfig, OptimizerConfig, PlainConfig, ScheduleConfig, TaskConfig, TrainConfig
 from mpar.train._rollout_keys import RolloutKeys
 
-__all__ = ["PLUGGABLE", "RATE_KEYS", "plug_in_of", "plug_ins", "values_of_reference", "with_options"]
+__all__ = ["PLUGGABLE", "RATE_KEYS", "environment_of", "plug_in_of", "plug_ins", "values_of_reference", "with_options"]
 
 RATE_KEYS = ("lr", "lr_decay", "warmup_steps", "warmup_ratio", "min_lr", "min_ratio", "decay_ratio")
 _SIZES = ("rank", "num_ranks", "num_chunks", "num_microbatches")
@@ -38,7 +38,8 @@ def plug_in_of(config: ModelConfig | OptimizerConfig | TaskConfig | ScheduleConf
 
 def plug_ins(config: TrainConfig) -> list[PlugIn]:
     """Every plug-in of a configuration."""
-    found = (plug_in_of(group) for group in (config.model, config.optimizer, config.task, config.schedule))
+    found = [plug_in_of(group) for group in (config.model, config.optimizer, config.task, config.schedule)]
+    found.append(environment_of(config.task))
     return [*(plug_in for plug_in in found if plug_in is not None), *_rewards(config.task)]
 
 
@@ -46,6 +47,13 @@ def _rewards(task: TaskConfig) -> list[PlugIn]:
     """The rewards that are functions of the user's own."""
     names = task.rewards if task.draws else ()
     return [PlugIn("reward", name, task.reward_options.get(name, {}), positional=1) for name in names if is_reference(name)]
+
+
+def environment_of(task: TaskConfig) -> PlugIn | None:
+    """The environment of the conversations that the run draws, if there is one."""
+    if task.environment is None or not task.draws:
+        return None
+    return PlugIn("task.environment", task.environment, task.environment_options, positional=1)
 
 
 def values_of_reference(group: str, reference: str) -> PlainConfig:

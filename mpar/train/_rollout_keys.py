@@ -55,7 +55,22 @@ class RolloutKeys:
     reward_options: dict[str, Any] = key(
         "options of rewards, such as {format: {pattern: ...}, exact: {column: solution}}", default_factory=dict
     )
-    reward_time_s: float = key("seconds that a reward may take for all answers of a rank", default=300.0, above=0, at_most=1e7)
+    reward_time_s: float = key(
+        "seconds that a reward, or the environment, may take for all answers of a rank", default=300.0, above=0, at_most=1e7
+    )
+    environment: str | None = key(
+        "grpo, ppo: module:function of your own that replies to what the policy writes, which then writes again: it is given the "
+        "conversation, and returns a text, a message, a list of messages, or None to end it; null: each answer is one text",
+        default=None,
+    )
+    environment_options: dict[str, Any] = key("what that function is called with by name", default_factory=dict)
+    max_turns: int | None = key(
+        "with an environment, how often the policy may write in a conversation; null: as long as max_new_tokens, which counts "
+        "all tokens behind the prompt then, leaves room",
+        default=None,
+        at_least=1,
+    )
+    max_turn_tokens: int | None = key("with an environment, the most tokens of each time", default=None, at_least=1)
     max_prompt_tokens: int | None = key(
         "longer prompts are left out; null: what data.seq_len leaves beside task.max_new_tokens. Rows hold as many answers as "
         "always fit",

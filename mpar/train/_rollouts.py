@@ -25,12 +25,14 @@ from mpar.rollouts import (
     Measure,
     RolloutBatches,
     Sampler,
+    make_environment,
     make_rewards,
 )
 from mpar.tasks import TaskChain
 from mpar.train._config import TrainConfig
 from mpar.train._gather import gathered_params
 from mpar.train._measure import Measuring
+from mpar.train._plug_ins import environment_of
 from mpar.train._reward_models import RowShape, model_rewards
 from mpar.train._run_data import RunData
 from mpar.train._setup import RunSetup, reward_specs, teacher_of
@@ -93,6 +95,8 @@ def draw_rollouts(
         None if others.measure is None else _measure(Measuring.of(others.measure, rank, device, config.timeout_s)),
         _teacher(setup, batches, program, rank, tokenizer, device),
         config.task.reward_time_s,
+        None if (named := environment_of(config.task)) is None else make_environment(named),
+        tokenizer.encode_reply,
     )
     folder = Path(str(config.run_dir)) / ROLLOUTS_FOLDER
     batches.draw_with(drawing if plan.rewarded else replace(drawing, rewards=(), models=()), folder)

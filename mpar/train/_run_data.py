@@ -97,8 +97,11 @@ def _drawn(config: TrainConfig, batches: Batches) -> Batches:
 
 
 def _described(config: TrainConfig) -> str:
-    """What answers are worth that are learned from, in words that change if it does; the code of rewards is not looked at."""
-    return repr(reward_specs(config.task) if config.task.learn != "gkd" else [])
+    """What answers are worth that are learned from, and what replies to them, in words that change if it does; the code of
+    rewards and environments is not looked at."""
+    task = config.task
+    rewards = repr(reward_specs(task) if task.learn != "gkd" else [])
+    return rewards if task.environment is None else f"{rewards} {task.environment} {task.environment_options}"
 
 
 def _longest_document(config: TrainConfig) -> int:

@@ -315,6 +315,8 @@ def rollout_plan(config: TrainConfig) -> RolloutPlan:
         rewarded=task.learn != "gkd",
         policy_share=task.lmbda if task.learn == "gkd" else 1.0,
         teacher=task.seq_kd,
+        max_turns=task.max_turns,
+        max_turn_tokens=task.max_turn_tokens,
     )
 
 

@@ -31,6 +31,7 @@ from mpar.train._quantised import dequantised, quantised_part
 __all__ = [
     "PARAMS",
     "Progress",
+    "check_adapters",
     "checkpoint_in",
     "fresh_state",
     "has_params",
@@ -42,6 +43,7 @@ __all__ = [
     "resume_from",
 ]
 
+_MOST_LISTED = 8
 PARAMS = "params."
 """What the names of parameters begin with in a checkpoint; the other tensors are the optimizer's."""
 
@@ -240,6 +242,23 @@ def _adapted_then(model: Trainable, path: Path) -> Trainable | None:
     if then is None or isinstance(now, AdaptedModel) or quantised_part(now) is not None:
         return None
     return then if _shapes(then.plain) == _shapes(model.plain) else None
+
+
+def check_adapters(model: Trainable, path: Path) -> None:
+    """Raise CheckpointError, with the matrices, if a run of `model` cannot begin with the parameters in the checkpoint at `path`
+    because these are with adapters that it has not, and to which it cannot add them: no such weights were trained."""
+    left_out, now = _left_out(model, checkpoint.names(path)), model.parts[""]
+    if not left_out or (adapted_part(now) is None and quantised_part(now) is None):
+        return
+    has = "quantised weights, to which they cannot be added" if adapted_part(now) is None else "an adapter of other matrices"
+    names = sorted({name.removeprefix(PARAMS).rpartition(".")[0] for name in left_out})
+    lines = [*names[:_MOST_LISTED], *([f"and {len(names) - _MOST_LISTED} more"] if len(names) > _MOST_LISTED else [])]
+    raise CheckpointError(
+        f"cannot begin with the parameters in {path}: it has adapters that this run would leave out, which has {has}:\n  "
+        + "\n  ".join(lines)
+        + "\nUse the adapter of that run: its config.yaml has the group `adapter`. Or begin with the sum of its weights and "
+        "adapters, to which this run adds its own: init_from= the folder hf that it has exported."
+    )
 
 
 def _shapes(model: Trainable) -> dict[str, tuple[int, ...]]:

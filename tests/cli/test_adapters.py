@@ -77,6 +77,30 @@ def test_folders_are_read(runs, capsys):
     assert "the run trained all weights" in capsys.readouterr().err
 
 
+BEGUN = {
+    "fewer matrices": (["adapter=lora", "adapter.targets=[q_proj,v_proj]"], "an adapter of other matrices", ("k_DKH", "o_NHD")),
+    "fewer layers": (["adapter=lora", "adapter.layers=[1]"], "an adapter of other matrices", ("layers.0",)),
+    "quantised weights": (["model.quantise=int8"], "quantised weights, to which they cannot be added", ("q_DNH", "k_DKH")),
+}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("case", BEGUN)
+def test_a_run_does_not_begin_without_some_of_the_adapters(case, runs, tmp_path, capsys):
+    """Before anything is compiled, the checkpoint, the adapters that would be left out, and the ways out are said."""
+    overrides, has, named = BEGUN[case]
+    layers = ["model.config.num_hidden_layers=2"] if case == "fewer layers" else []
+    how = ["mesh=one", "strategy=ddp", f"init_from={runs / 'lora'}", "steps=1", f"run_dir={tmp_path / 'run'}", *layers]
+    assert command_line.main(["train", *SMALL, *overrides, *how]) != 0
+    said = capsys.readouterr().err
+    assert f"step_00000004: it has adapters that this run would leave out, which has {has}:" in said
+    assert all(f".{name}" in said for name in named)
+    assert ".q_DNH" not in said or case != "fewer matrices"
+    assert "config.yaml has the group `adapter`" in said
+    assert "init_from= the folder hf" in said
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 @pytest.mark.gloo
 def test_another_run_begins_from_the_sum(runs):
     """A run without adapters that begins from a run of one has its weights with the adapter added, and so has its reference."""

@@ -11,7 +11,8 @@ from mpar.rollouts import Reward, list_rollouts, read_rollouts
 from mpar.train import read_metrics
 from tests.cli.conftest import run_mpar
 from tests.rollouts.made import HashSampler, batches, drawing, params, plan
-from tests.train.test_rollouts import COMMON, GRPO, write_arithmetic
+from tests.rollouts.test_turns import started
+from tests.train.test_rollouts import COMMON, ECHO, GRPO, write_arithmetic, write_echo
 
 TWO = [
     Reward("long", 1.0, lambda rollouts: [len(one.answer) for one in rollouts]),
@@ -58,6 +59,22 @@ def test_answers_are_filtered_and_sorted(run, capsys):
     assert "0 of 0 that pass" in capsys.readouterr().out  # the newest drawing has other groups
 
 
+def test_conversations_are_shown(tmp_path, monkeypatch, capsys):
+    """With all that the environment said, by its role; a text of it is found; tokens are those that the policy wrote."""
+    monkeypatch.setenv("COLUMNS", "200")
+    made, _ = started(tmp_path / "rollouts")
+    made.begin(0, params(1.0))
+    assert main(["rollouts", "show", str(tmp_path), "--full", "--contains", "[user] 3"]) == 0
+    shown = capsys.readouterr().out
+    found = [one for one in made.rollouts if "[user] 3" in one.text]
+    assert 0 < len(found) < len(made.rollouts)
+    assert f"{len(found)} of {len(found)} that pass" in shown
+    assert "[user] 3" in shown
+    assert "turns" in shown
+    sizes = {cells[4].strip() for line in shown.splitlines() if len(cells := line.split("│")) > 4 and cells[4].strip()}
+    assert sizes == {str(one.num_drawn) for one in found}
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -77,6 +94,7 @@ def test_what_is_not_there_is_said(run, args, message, capsys):
 RANKS = [
     *COMMON,
     *GRPO,
+    *ECHO,
     *("adapter=lora", "adapter.alpha=64", "task.rollout_rounds=2", "data.tokenizer=digits", "num_threads=1", "tensorboard=false"),
     *("optimizer.lr_decay=constant", "evaluation.sources=[prompts.jsonl#4]", "evaluation.every=2"),
 ]
@@ -85,12 +103,15 @@ TWO_RANKS = ("mesh=fsdp2", "strategy=zero3")
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """The folder of a run on two ranks, with an adapter and frozen weights, all sharded; each rank draws half of the groups."""
+    """The folder of a run on two ranks, with an adapter and frozen weights, all sharded; each rank draws half of the groups, and
+    answers have several turns."""
     folder = tmp_path_factory.mktemp("two")
     write_arithmetic(folder)
+    write_echo(folder)
     done = run_mpar(["train", *RANKS, *TWO_RANKS, "steps=3", "run_dir=two"], folder)
     assert done.returncode == 0, done.stderr
     assert "held-out prompts:" in done.stdout
+    assert all(record["grad_norm"] > 0 for record in read_metrics(folder / "two" / "metrics.jsonl"))
     return folder
 
 
@@ -110,6 +131,7 @@ def test_two_ranks_draw_the_answers_of_one(two):
     answers, rewards = drawn(two / "two")
     assert (answers, rewards) == drawn(two / "one")
     assert list(rewards) == [2, 3]
+    assert {one.num_turns for one in answers} >= {1, 2}
     assert [path.stem for path in list_rollouts(two / "two" / "rollouts" / "held_out")] == ["000002", "000003"]
 
 

@@ -29,6 +29,10 @@ def test_questions_are_rendered_and_columns_travel(tmp_path):
     found = [prompts.take(number) for number in range(3)]
     assert [prompt.text for prompt in found] == ["1+1", "c", "d"]
     assert [prompt.columns for prompt in found] == [{"answer": "2", "level": 3}, {}, {"tests": "assert f()"}]
+    assert found[0].messages == ({"role": "user", "content": "1+1"},)
+    assert [message["content"] for message in found[1].messages] == ["a", "b", "c"]
+    assert [message["role"] for message in found[1].messages] == ["user", "assistant", "user"]
+    assert [message["content"] for message in found[2].messages] == ["d"]
     assert tokenizer.decode(found[1].ids).endswith("b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n")
     assert found[0].name.endswith("prompts.jsonl:1")
 

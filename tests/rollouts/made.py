@@ -44,7 +44,11 @@ class HashSampler:
     def draw(self, asks: Sequence[Ask]) -> list[Drawn]:
         """See `Sampler`."""
         self.asked += len(asks)
-        return [self._answer(ask) for ask in asks]
+        return [self._short(ask, self._answer(ask)) for ask in asks]
+
+    def _short(self, ask: Ask, answer: Drawn) -> Drawn:
+        most = ask.max_tokens or len(answer.tokens)
+        return answer if len(answer.tokens) <= most else Drawn(answer.tokens[:most], answer.logps[:most], "length")
 
     def _answer(self, ask: Ask) -> Drawn:
         digest = hashlib.blake2b(repr((ask, self.params)).encode()).digest()

@@ -126,3 +126,24 @@ def test_prompts_that_are_too_long_are_counted(tmp_path):
     longer = Documents.from_ids([([1] * 6, [False] * 6), ([1] * 7, [False] * 7)])
     with pytest.raises(DataError, match="none of the 2 prompts"):
         RolloutBatches(DocumentBatches(longer, BatchShape(1, 10), vocab_size=10), plan(), rewards="sum")
+
+
+def test_conversations_without_an_answer_are_counted_before_anything_is_drawn():
+    """Where some answers are those of the data, rows that have none are left out and are malformed in the report of every rank;
+    where the policy or a teacher writes all answers, they are prompts like others."""
+    with_answer = [([i, 1, 8, 9], [False, False, True, True]) for i in (0, 2)]
+    documents = Documents.from_ids([with_answer[0], ([5, 1, 1], [False] * 3), ([6] * 6, [False] * 6), with_answer[1]])
+    made = DocumentBatches(documents, BatchShape(1, 10), vocab_size=10, seed=3)
+    made.report = replace(made.report, num_rows=4, num_used=4).of(documents)
+    alone = {"group_size": 1, "rewarded": False}
+    rollouts = RolloutBatches(made, plan(**alone, policy_share=0.5), rewards="")
+    report = rollouts.report
+    assert (report.num_used, report.num_malformed, report.num_too_long, report.num_documents) == (2, 2, 0, 2)
+    assert str(report.malformed[0]) == "document 1: no answer, and the policy writes only some"
+    assert sorted(rollouts.questions.take(index).ids[0] for index in range(2)) == [0, 2]
+    for changes in ({"policy_share": 1.0}, {"policy_share": 0.5, "teacher": True}):
+        others = RolloutBatches(made, plan(**alone, **changes), rewards="").report
+        assert (others.num_used, others.num_malformed, others.num_too_long) == (3, 0, 1)
+    nobody = DocumentBatches(Documents.from_ids([([5, 1], [False] * 2)]), BatchShape(1, 10), vocab_size=10)
+    with pytest.raises(DataError, match=r"none of the 1 prompts .* and 1 have no answer to learn from"):
+        RolloutBatches(nobody, plan(**alone, policy_share=0.5), rewards="")

@@ -97,7 +97,7 @@ def test_rewards_are_weighed_and_those_that_are_none_are_left_out():
     assert found[1].rewards == {"a": None, "b": 3.0, "c": None}
 
 
-@pytest.mark.cases(7)
+@pytest.mark.cases(10)
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -108,6 +108,9 @@ def test_rewards_are_weighed_and_those_that_are_none_are_left_out():
         (lambda rollouts: [1.0], "returned 1 values for 2 rollouts"),
         (lambda rollouts: [1.0, math.inf], "returned inf, which is no finite number"),
         (lambda rollouts: [1.0, "good"], "'x' to data.jsonl:1 it returned 'good'"),
+        (lambda rollouts: (1 / 0 for one in rollouts), "raised ZeroDivisionError.*; the last rollout that it read is"),
+        (lambda rollouts: [1.0, torch.ones(2)], "'x' to data.jsonl:1 it returned tensor"),
+        (lambda rollouts: [1.0, 10**400], "returned 1000.*, which is no finite number"),
     ],
 )
 def test_a_function_that_goes_wrong_is_named(function, message):

@@ -93,6 +93,14 @@ def test_too_many_skips_in_a_row_stop(settings):
     assert len(health.losses) == 40
 
 
+def test_the_cause_of_no_gradient_is_in_the_rewards_of_drawn_answers(settings):
+    """Answers that are worth the same are told from answers without any reward."""
+    drawn = settings(task=replace(settings().task, kind="prompt", learn="grpo"))
+    for weight, cause in ((100.0, "all answers of each group were worth the same"), (0.0, "no answer has a reward")):
+        (note,) = judge(drawn, Health(), replace(CALM, grad_norm=0.0, weight=weight, loss=0.0), str)
+        assert f"exactly zero in step 41: {cause}" in note
+
+
 def test_a_gradient_of_zero_is_told_once_with_its_cause(settings):
     """The cause is named; the next step with such a gradient says nothing more; on_zero_gradient=stop stops."""
     zero = replace(CALM, grad_norm=0.0)

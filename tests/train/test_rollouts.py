@@ -1,6 +1,7 @@
 """Online learning in one process: it learns, its numbers are right, it goes on bitwise, and what goes wrong is said."""
 
 import functools
+import itertools
 import json
 import random
 from collections import Counter
@@ -67,6 +68,16 @@ GKD = (
     *("task=gkd", "task.teacher=teacher", "task.max_new_tokens=3", "task.max_prompt_tokens=5", "task.lmbda=0.5"),
     *("data.seq_len=28", "data.batch_size=8", "data.sources=[noisy.jsonl]"),
 )
+
+
+SHORT = ("task.rewards=[length]", "task.reward_options={length: {target: 1}}")  # fresh models have different ones
+ECHO = ("task.environment=echo:reply", "task.max_turns=3", "task.max_new_tokens=10", "task.max_turn_tokens=4", *SHORT)
+
+
+def write_echo(folder: Path) -> None:
+    """An environment that goes on with how many signs the policy wrote, if these are more than one."""
+    text = "def reply(conversation):\n    size = len(conversation.answer)\n    return str(size % 10) if size > 1 else None\n"
+    (folder / "echo.py").write_text(text, encoding="utf-8")
 
 
 def write_teacher(folder: Path) -> None:
@@ -164,16 +175,68 @@ def test_it_learns_to_add(arithmetic):
     assert any(record.task_means["gap"] > 1e-3 for record in records[1::3])
 
 
-@pytest.mark.parametrize("name", ["grpo", "lora", "ppo", "gkd"])
+METER = """
+def reply(conversation, *, ask: str = "+"):
+    return str(conversation.columns["answer"]) if conversation.answer == ask else None
+"""
+TOOL = (
+    *("task=grpo", "task.rewards=[exact]", "task.group_size=8", "task.environment=meter:reply", "task.max_turns=2"),
+    *("task.max_new_tokens=7", "task.max_turn_tokens=3", "task.max_prompt_tokens=3", "data.seq_len=27", "data.batch_size=16"),
+    "data.sources=[readings.jsonl]",
+)
+
+
+def write_meter(folder: Path) -> None:
+    """A tool that tells a number which nobody can know, if it is asked by a sign; and conversations of which half ask it."""
+    (folder / "meter.py").write_text(METER, encoding="utf-8")
+    draw, calls = random.Random(1), []
+    for number in range(1000):
+        question, guess, reading = (str(draw.randrange(10)) for _ in range(3))
+        texts = [question, "+", reading, reading] if number % 2 == 0 else [question, guess]
+        roles = itertools.cycle(("user", "assistant"))
+        calls.append({"messages": [{"role": role, "content": text} for text, role in zip(texts, roles, strict=False)]})
+    readings = [{"question": str(number % 10), "answer": str(draw.randrange(10))} for number in range(200)]
+    for name, rows in (("calls", calls), ("readings", readings)):
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+
+
+def test_it_learns_to_ask_a_tool(arithmetic):
+    """After examples of which half guess, nearly all answers ask the tool for what it alone knows, and are right more often. The
+    first update of each drawing meets the sampler's log-probabilities in all turns."""
+    write_meter(arithmetic)
+    sft = ("task=sft", "data.seq_len=64", "data.batch_size=16", "data.sources=[calls.jsonl]", "optimizer.lr=1e-2")
+    trained(arithmetic / "calls", 200, *sft)
+    init = checkpoint.latest(arithmetic / "calls" / "checkpoints")
+    records = trained(arithmetic / "tool", 30, *TOOL, "task.rollout_rounds=2", "optimizer.lr=2e-3", init=init)
+    numbers = [record.batch_numbers for record in records if record.batch_numbers]
+    assert numbers[0]["turns"] < 1.5
+    assert sum(one["turns"] for one in numbers[-5:]) / 5 > 1.8
+    assert sum(one["reward"] for one in numbers[-5:]) / 5 > numbers[0]["reward"] + 0.25
+    for record in records[::2]:
+        assert record.task_means["gap_highest"] < 1e-4
+        assert record.task_means["ratio"] == pytest.approx(1, abs=1e-5)
+    last = read_rollouts(list_rollouts(arithmetic / "tool" / "rollouts")[-1]).rollouts
+    asked = next(one for one in last if one.reward == 1 and one.num_turns == 2)
+    assert [message["content"] for message in asked.turns] == ["+", asked.columns["answer"], asked.columns["answer"]]
+    ids = [1 + "0123456789+=".index(sign) for sign in f"+{asked.answer}={asked.answer}"]
+    assert asked.answer_ids == (ids[0], 0, *ids[1:], 0)  # the end of each turn, and what the template writes behind a reading
+    assert asked.given == ((2, 4),)
+
+
+@pytest.mark.parametrize("name", ["grpo", "lora", "ppo", "gkd", "turns"])
 def test_a_run_goes_on_between_two_updates_with_the_same_bits(arithmetic, name):
     """A run of 7 updates in three parts, stopped between updates of one drawing and at a drawing, ends with the same bits."""
     if name == "gkd":
         write_teacher(arithmetic)
-    chosen = {"grpo": GRPO, "lora": (*GRPO, *LORA), "ppo": PPO, "gkd": GKD}[name]
+    if name == "turns":
+        write_echo(arithmetic)
+    grpo, ppo = (*GRPO, *SHORT), (*PPO, *SHORT)
+    chosen = {"grpo": grpo, "lora": (*grpo, *LORA), "ppo": ppo, "gkd": GKD, "turns": (*PPO, *ECHO)}[name]
     options = (*chosen, "task.rollout_batches=2", "task.rollout_rounds=2", "optimizer.lr_decay=constant")
     expected = trained(arithmetic / "one", 7, *options)
     records = [record for end in (3, 4, 7) for record in trained(arithmetic / "parts", end, *options)]
     assert [record.loss for record in records] == [record.loss for record in expected]
+    assert all(record.grad_norm > 0 for record in expected)
     ends = [checkpoint.latest(arithmetic / name / "checkpoints") for name in ("one", "parts")]
     with checkpoint.Reader(ends[0]) as one, checkpoint.Reader(ends[1]) as parts:
         assert one.tensors.keys() == parts.tensors.keys()

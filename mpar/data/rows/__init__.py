@@ -2,11 +2,13 @@
 
 from mpar.data.rows._conversation import COLUMNS
 from mpar.data.rows._preprocess import preprocess_plug_in
+from mpar.data.rows._prompt import MESSAGES
 from mpar.data.rows._read import AnyRow, Columns, read_rows, row_reader
 from mpar.data.rows._row import BadRow, EmptyRow, FilteredRow, MediaRow, Row
 
 __all__ = [
     "COLUMNS",
+    "MESSAGES",
     "AnyRow",
     "BadRow",
     "Columns",

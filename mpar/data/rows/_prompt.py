@@ -8,7 +8,10 @@ from mpar.data.rows._conversation import asked_before, keys_of, refuse_media, to
 from mpar.data.rows._message import message_of
 from mpar.data.rows._row import RowFault
 
-__all__ = ["Asked", "prompt"]
+__all__ = ["MESSAGES", "Asked", "prompt"]
+
+MESSAGES = "messages"
+"""The column with the messages of a conversation up to its last question, if there are others before it."""
 
 _OF_QUESTIONS = frozenset(
     ("messages", "conversations", "conversation", "prompt", "instruction", "input", "query", "question", "problem", "history",
@@ -20,8 +23,8 @@ _OF_QUESTIONS = frozenset(
 class Asked:
     """A conversation up to its last question.
 
-    format: how the row says it. columns: `prompt`, the text of the last question; and all that is no part of the question, such
-    as the solution.
+    format: how the row says it. columns: `prompt`, the text of the last question; MESSAGES, if there are others before it; and
+    all that is no part of the question, such as the solution.
     """
 
     format: str
@@ -45,4 +48,5 @@ def prompt(value: Mapping[str, object]) -> Asked:
     if last is None:
         raise RowFault("no question: no message is the user's")
     columns = {key: item for key, item in value.items() if key not in _OF_QUESTIONS}
+    columns |= {MESSAGES: messages[: last + 1]} if last else {}
     return Asked("prompt", tuple(messages[: last + 1]), tools_of(value), {**columns, "prompt": messages[last]["content"]})

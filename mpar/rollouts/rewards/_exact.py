@@ -35,13 +35,13 @@ def format_matches(rollouts: Sequence[Rollout], *, pattern: str) -> list[float]:
 
 def length(rollouts: Sequence[Rollout], *, target: int) -> list[float]:
     """0 for an answer of at most `target` tokens, and less the longer it is: -1 at twice as many."""
-    return [min(0.0, 1.0 - len(rollout.answer_ids) / target) for rollout in rollouts]
+    return [min(0.0, 1.0 - rollout.num_drawn / target) for rollout in rollouts]
 
 
 def overlong(rollouts: Sequence[Rollout], *, max_tokens: int, cache: int) -> list[float]:
     """0 for answers of up to max_tokens - cache tokens, then less with every token, down to -1 at `max_tokens` (Yu et al. 2025,
     arXiv:2503.14476, eq. 13)."""
-    return [max(-1.0, min(0.0, (max_tokens - cache - len(rollout.answer_ids)) / cache)) for rollout in rollouts]
+    return [max(-1.0, min(0.0, (max_tokens - cache - rollout.num_drawn) / cache)) for rollout in rollouts]
 
 
 def _stated(answer: str, pattern: re.Pattern[str] | None) -> str | None:

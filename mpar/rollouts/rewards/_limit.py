@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import overload
 
-from mpar.errors import RewardError
+from mpar.errors import RolloutError
 from mpar.rollouts._rollout import Rollout
 
 __all__ = ["Followed", "OutOfTime", "limited"]
@@ -52,13 +52,13 @@ def limited(time_s: float | None) -> Iterator[None]:
     """Raise OutOfTime in what the main thread runs here, once `time_s` seconds are over, and each second from then on.
 
     The alarm interrupts Python, regular expressions, waiting for files, sockets, processes and locks. It does not interrupt code
-    in C that never asks for signals. Raises RewardError in another thread, which no alarm reaches.
+    in C that never asks for signals. Raises RolloutError in another thread, which no alarm reaches.
     """
     if time_s is None:
         yield
         return
     if threading.current_thread() is not threading.main_thread():
-        raise RewardError("cannot limit the time of rewards: they are asked for in a thread that is not the main one.")
+        raise RolloutError("cannot limit the time of rewards or environments: a thread calls them that is not the main one.")
 
     def ring(number: int, frame: object) -> None:
         raise OutOfTime

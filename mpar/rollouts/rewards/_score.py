@@ -103,6 +103,8 @@ def _values(reward: Reward, rollouts: Sequence[Rollout], time_s: float | None) -
     try:
         with limited(time_s):
             found = reward.function(followed, **reward.options)
+            several = not isinstance(found, str | Mapping) and hasattr(found, "__iter__")
+            values = list(found) if several else []  # type: ignore[call-overload]  # a generator runs only here
     except OutOfTime:
         at = "before it read one" if followed.last is None else f"the last that it read is {_described(followed.last)}"
         raise RewardError(
@@ -114,9 +116,8 @@ def _values(reward: Reward, rollouts: Sequence[Rollout], time_s: float | None) -
     except (Exception, SystemExit) as error:
         at = "" if followed.last is None else f"; the last rollout that it read is {_described(followed.last)}"
         raise RewardError(f"cannot reward answers with {reward.name}: it raised {type(error).__name__}: {error}{at}") from error
-    if isinstance(found, str | Mapping) or not hasattr(found, "__iter__"):
+    if not several:
         raise RewardError(f"cannot reward answers with {reward.name}: it returned {brief(found)}, not a number for each rollout")
-    values = list(found)
     if len(values) != len(rollouts):
         raise RewardError(
             f"cannot reward answers with {reward.name}: it returned {len(values)} values for {len(rollouts)} rollouts; it must "
@@ -131,12 +132,23 @@ def _described(rollout: Rollout) -> str:
 
 def _value(reward: Reward, value: object, rollout: Rollout) -> float | None:
     """A number, or None for None and NaN."""
-    number = value.item() if hasattr(value, "item") and not isinstance(value, Real) else value
-    if number is None or (isinstance(number, Real) and math.isnan(number)):
+    number = _number(value)
+    if value is None or (number is not None and math.isnan(number)):
         return None
-    if not isinstance(number, Real) or not math.isfinite(number):
+    if number is None or math.isinf(number):
         raise RewardError(
             f"cannot reward answers with {reward.name}: for {_described(rollout)} it returned "
             f"{brief(value)}, which is no finite number, None or NaN"
         )
-    return float(number)
+    return number
+
+
+def _number(value: object) -> float | None:
+    """A number of Python, NumPy or torch as a float, infinite if it is too large for one; None if it is no number."""
+    try:
+        single = value.item() if hasattr(value, "item") and not isinstance(value, Real) else value
+        return float(single) if isinstance(single, Real) else None
+    except OverflowError:
+        return math.inf
+    except (RuntimeError, TypeError, ValueError):  # a tensor of several numbers
+        return None

@@ -33,7 +33,7 @@ def cosine(
     values = []
     for rollout, right in zip(rollouts, exact(rollouts, column=column, pattern=pattern), strict=True):
         shortest, longest = correct if right else wrong
-        share = min(1.0, len(rollout.answer_ids) / max_tokens)
+        share = min(1.0, rollout.num_drawn / max_tokens)
         values.append(longest + (shortest - longest) * (1.0 + math.cos(math.pi * share)) / 2)
     return values
 
