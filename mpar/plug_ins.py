@@ -36,6 +36,7 @@ class PlugIn:
     options:    what it is called with by name, besides what mpar gives it.
     given:      the names under which mpar gives it something; `optional` are those that it need not take.
     positional: how many of its first parameters mpar gives it, whatever they are called.
+    option_keys: the key that the options are in, if it is not the group.
     """
 
     group: str
@@ -44,6 +45,7 @@ class PlugIn:
     given: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     positional: int = 0
+    option_keys: str = ""
 
     @property
     def label(self) -> str:
@@ -75,7 +77,7 @@ class PlugIn:
         return [f"{self.label}: {line}" for line in self._of_options(_parameters(function))]
 
     def _of_options(self, parameters: Mapping[str, inspect.Parameter]) -> Iterator[str]:
-        named = list(parameters.values())
+        named, keys = list(parameters.values()), self.option_keys or self.group
         takes_any = any(item.kind == item.VAR_KEYWORD for item in named)
         if sum(item.kind in (*_POSITIONAL, item.VAR_POSITIONAL) for item in named) < self.positional:
             yield f"it takes nothing, and is given the {self.group if self.group != 'task' else 'model'}"
@@ -87,12 +89,12 @@ class PlugIn:
         free = [name for name in options if name not in (*self.given, *self.optional)]
         for name, value in self.options.items():
             if name not in free and not takes_any:
-                yield f"there is no {self.group}.{name}{_near(name, free)}; it has {', '.join(free) or 'no parameters'}"
+                yield f"there is no {keys}.{name}{_near(name, free)}; it has {', '.join(free) or 'no parameters'}"
             elif name in options and not _fits(options[name], value)[0]:
-                yield f"{self.group}.{name}={brief(value)}: must be {describe(options[name].annotation)}"
+                yield f"{keys}.{name}={brief(value)}: must be {describe(options[name].annotation)}"
         for name in free:
             if options[name].default is inspect.Parameter.empty and name not in self.options:
-                yield f"{self.group}.{name} is missing: it has no default"
+                yield f"{keys}.{name} is missing: it has no default"
 
     def call(self, *first: object, **given: object) -> object:
         """What it returns for the options and what mpar gives it. Raises ConfigError if it cannot be called, or raises."""

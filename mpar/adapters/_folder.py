@@ -102,7 +102,10 @@ class AdapterReader:
         problems = self._problems()
         if problems:
             lines = "\n".join(f"  {problem}" for problem in problems)
-            raise CheckpointError(f"the adapter in {self.folder} is not one of this {model.name} model:\n{lines}")
+            raise CheckpointError(
+                f"cannot read the adapter in {self.folder}: it is not one of this {model.name} model:\n{lines}\n"
+                "Name the model that it was trained with, or train an adapter of this one."
+            )
 
     def __enter__(self) -> "AdapterReader":
         return self

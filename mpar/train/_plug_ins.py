@@ -53,7 +53,8 @@ def environment_of(task: TaskConfig) -> PlugIn | None:
     """The environment of the conversations that the run draws, if there is one."""
     if task.environment is None or not task.draws:
         return None
-    return PlugIn("task.environment", task.environment, task.environment_options, positional=1)
+    keys = "task.environment_options"
+    return PlugIn("task.environment", task.environment, task.environment_options, positional=1, option_keys=keys)
 
 
 def values_of_reference(group: str, reference: str) -> PlainConfig:

@@ -169,5 +169,10 @@ def test_options_that_do_not_go_together_are_listed_at_once(capsys):
         "data.stream=true",
     ):
         assert part in said
+    turns = ["task.max_turns=2", "task.environment_options={limmit: 3}"]
+    assert main(["plan", "task=grpo", "task.rewards=[exact]", *turns]) == 2
+    assert "task.max_turns, task.environment_options: only a conversation" in capsys.readouterr().err
+    assert main(["plan", "task=grpo", "task.rewards=[exact]", "task.environment=tests.rollouts.test_turns:parity", *turns]) == 2
+    assert "there is no task.environment_options.limmit; it has no parameters" in capsys.readouterr().err
     assert main(["plan", "task=grpo", "task.kind=sft", "task.rewards=[exact]"]) == 2
     assert "task.kind=sft with task.learn=grpo, which learns from prompt" in capsys.readouterr().err

@@ -249,5 +249,5 @@ def test_adapters_of_another_base_are_refused(tmp_path):
     one = adapters.add(other, LoRA())
     adapters.write_peft(one, one.init(0), tmp_path / "other")
     bank = bank_of(model, {"other": adapters.read_lora(tmp_path / "other")})
-    with pytest.raises(CheckpointError, match=r"(?s)other is not one of this llama model.*shape: "):
+    with pytest.raises(CheckpointError, match=r"(?s)other: it is not one of this llama model.*shape: "):
         adapters.BankReader(bank, {"other": tmp_path / "other"})
