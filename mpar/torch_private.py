@@ -4,9 +4,11 @@ Names that only the compiler needs are loaded when first used, so that a worker 
 """
 
 import contextlib
+import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +36,9 @@ __all__ = [
     "last_autograd_node",
     "map_tensors",
     "no_torch_function",
+    "onednn_is_faster",
     "onednn_linear",
+    "onednn_mm",
     "onednn_pack",
     "onednn_packs",
     "original_views",
@@ -98,6 +102,22 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+@functools.cache
+def onednn_is_faster() -> bool:
+    """Whether oneDNN multiplies matrices of float32 faster on this CPU than MKL, which torch.mm calls: for a CPU of AMD, MKL does
+    not take the kernels that it has for AVX-512."""
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
+        return False
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and _is_amd()
+
+
+def _is_amd() -> bool:
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
 def onednn_packs(dtype: torch.dtype) -> bool:
     """Whether products with a matrix in the blocks of oneDNN are faster on this machine: in bfloat16, if its CPU computes so."""
     return dtype == torch.bfloat16 and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -106,6 +126,21 @@ def onednn_packs(dtype: torch.dtype) -> bool:
 def onednn_pack(matrix: torch.Tensor) -> torch.Tensor:
     """A matrix (columns, inner) in the blocks of oneDNN, which no other op reads."""
     return torch.ops.mkldnn._reorder_linear_weight(matrix.contiguous(), 1)  # 1: for so many rows, which changes nothing
+
+
+def onednn_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`torch.mm(a, b)` by oneDNN, which is fast if the elements of a row of `a` are neighbours. Inductor calls it as it is."""
+    return _onednn_mm(a, b) if type(a) is torch.Tensor else torch.ops.mpar_products.onednn_mm(a, b)
+
+
+def _onednn_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None, "none", [], "")
+
+
+_PRODUCTS = torch.library.Library("mpar_products", "DEF")
+_PRODUCTS.define("onednn_mm(Tensor a, Tensor b) -> Tensor")
+_PRODUCTS.impl("onednn_mm", _onednn_mm, "CPU")
+torch.library.register_fake("mpar_products::onednn_mm", torch.mm, lib=_PRODUCTS)
 
 
 def onednn_linear(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
@@ -126,13 +161,15 @@ def has_cpp_compiler() -> bool:
 def inductor_compile(graph: torch.nn.Module, operands: Sequence[torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
     """A graph of torch's ops as a function that Inductor has compiled for operands with the shapes, strides and dtypes of these.
 
-    The graph may overwrite its operands. The function checks strides, and nothing else of what it is given. Raises ConfigError
-    with what the C++ compiler says if that fails, as it does where the headers of Python are not installed.
+    The graph may overwrite its operands. The function checks nothing of what it is given. Raises ConfigError with what the C++
+    compiler says if that fails, as it does where the headers of Python are not installed.
     """
     compiler: Any = importlib.import_module("torch._inductor")
+    config: Any = importlib.import_module("torch._inductor.config")
     errors: Any = importlib.import_module("torch._inductor.exc")
     try:
-        return compiler.standalone_compile(graph, list(operands), dynamic_shapes="from_example_inputs")
+        with config.patch(size_asserts=False, alignment_asserts=False):
+            return compiler.standalone_compile(graph, list(operands), dynamic_shapes="from_example_inputs")
     except errors.InductorError as error:
         failed = error.inner_exception
         if not isinstance(failed, errors.CppCompileError):

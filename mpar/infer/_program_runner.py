@@ -182,12 +182,15 @@ class ProgramRunner:
         return State(self._packed({path: leaf.to(self.device) for path, leaf in leaves.items()}))
 
     @functools.cached_property
-    def _packings(self) -> dict[str, Packing]:
+    def _packings(self) -> list[Packing]:
         program = self.programs[self.counts[0]]
-        return packings(self.model, program, _rank(program.mesh))
+        return packings(self.model, program, _rank(program.mesh)) if self.device.type == "cpu" else []
 
     def _packed(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {path: self._packings[path](leaf) if path in self._packings else leaf for path, leaf in leaves.items()}
+        packed = dict(leaves)
+        for packing in self._packings:
+            packed |= packing(leaves)
+        return packed
 
     def load(self, params: Mapping[str, Tensor]) -> None:
         """See `Runner`. On several ranks these are the shards of this rank, placed as the programs store them."""

@@ -81,6 +81,8 @@ class Kind:
     memory:      which storages its ops make and drop; the forecast of memory is computed from it.
     memory_if_rows_meet: the same if a router sends all rows to one rank; None if routing decides no number of rows.
     overwrites:  the indices of the operands over which the code writes; nothing may read these values afterwards.
+    neighbours:  groups of operands that are multiplied as one matrix if they lie side by side: their indices, and how many of the
+                 first dims of each are rows.
     """
 
     name: str
@@ -97,6 +99,7 @@ class Kind:
     kernels: tuple[KernelUse, ...] = ()
     memory_if_rows_meet: SegmentMemory | None = None
     overwrites: tuple[int, ...] = ()
+    neighbours: tuple[tuple[tuple[int, ...], int], ...] = ()
 
     @property
     def ops(self) -> list[OpUse]:

@@ -179,7 +179,8 @@ class CachedDecoder(Chain):
             tables = rope_tables(rope, tokens, positions, torch.promote_types(self._plain.dtype, torch.float32))
             context |= zip(table_keys(name), tables, strict=True)
         for key in _chosen(self.model):
-            context |= self.model.gates(batch[key].gather(1, rows.clamp(min=0)), batch[key])
+            of_tokens = batch[key].gather(1, rows.clamp(min=0))
+            context |= self.model.gates(of_tokens, of_tokens if decoder.all_have_logits(tokens, batch["last"]) else batch[key])
         return context
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:

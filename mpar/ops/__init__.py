@@ -10,6 +10,7 @@ from mpar.ops._einsum import einsum
 from mpar.ops._embedding import embedding
 from mpar.ops._geglu import geglu
 from mpar.ops._int8 import Int8, dequantise_int8, quantise_int8
+from mpar.ops._joined_linear import joined_linear, lay_side_by_side, lie_side_by_side, summed_dims, whole_product
 from mpar.ops._layer_norm import layer_norm
 from mpar.ops._linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from mpar.ops._linear_divergence import linear_divergence
@@ -141,7 +142,10 @@ __all__ = [
     "group_counts",
     "group_sizes",
     "grouped_matmul",
+    "joined_linear",
+    "lay_side_by_side",
     "layer_norm",
+    "lie_side_by_side",
     "limit_capacity",
     "linear_cross_entropy",
     "linear_divergence",
@@ -176,12 +180,14 @@ __all__ = [
     "sinkhorn",
     "ssd_scan",
     "sum_squares",
+    "summed_dims",
     "swiglu",
     "take_slots",
     "token_dropout",
     "token_losses",
     "topk_router",
     "unpermute",
+    "whole_product",
     "widen",
     "write_rows",
 ]

@@ -12,6 +12,7 @@ from torch import Tensor
 from mpar.errors import DtypeError, ShapeError
 from mpar.op_shape import MatmulShape
 from mpar.ops._packed_matrix import PackedMatrix
+from mpar.ops._product import product
 from mpar.ops.primitive import Cost, Primitive, ShardingRule
 
 __all__ = ["einsum"]
@@ -175,7 +176,7 @@ def _contract(
     if batch:
         groups_a, groups_b = [batch, *groups_a], [batch, *groups_b]
     view_a, view_b = _matrix(in_a, groups_a, strides_a, sizes), _matrix(in_b, groups_b, strides_b, sizes)
-    multiply: Callable[[Tensor, Tensor], Tensor] = torch.bmm if batch else torch.mm
+    multiply: Callable[[Tensor, Tensor], Tensor] = torch.bmm if batch else product
     if not batch and math.prod(sizes[c] for c in columns) < fewest_columns <= math.prod(sizes[c] for c in rows):
         multiply = _transposed_mm
     natural = batch + rows + columns

@@ -18,6 +18,7 @@ from mpar.ops._cross_entropy import (
     row_statistics,
     weighted_sum,
 )
+from mpar.ops._product import product
 from mpar.ops.primitive import Cost, Primitive
 
 __all__ = ["linear_cross_entropy", "linear_token_losses"]
@@ -110,7 +111,7 @@ def _chunks(num_tokens: int, chunk: int) -> list[slice]:
 def _per_token(statistics, x, head, labels, chunk, params) -> tuple[Tensor, Tensor]:
     """The first two results of `statistics`, chunk by chunk."""
     x_TD, labels_T = x.reshape(-1, x.shape[-1]), labels.flatten()
-    pairs = [statistics(x_TD[tokens] @ head, labels_T[tokens], **params)[:2] for tokens in _chunks(x_TD.shape[0], chunk)]
+    pairs = [statistics(product(x_TD[tokens], head), labels_T[tokens], **params)[:2] for tokens in _chunks(x_TD.shape[0], chunk)]
     if not pairs:
         empty = x.new_empty(labels.shape, dtype=torch.promote_types(x.dtype, torch.float32))
         return empty, empty.clone()
@@ -131,19 +132,22 @@ def _impl_stats(x, head, labels, *, chunk, **params):
 def _gradients(x_TD, head, labels_T, statistics, dloss_T, dlse_T, params, chunk, dhead: Tensor | None = None) -> Tensor:
     """dx, chunk by chunk; `statistics(logits, tokens)` gives the log-sum-exp of each row of a chunk. The gradient of the head is
     added to `dhead`."""
-    head = head.contiguous()
-    dx_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-    buffer = x_TD.new_empty(min(chunk, x_TD.shape[0]), head.shape[1])
-    for tokens in _chunks(x_TD.shape[0], chunk):
-        logits = torch.mm(x_TD[tokens], head, out=buffer[: tokens.stop - tokens.start])
+    head, chunks = head.contiguous(), _chunks(x_TD.shape[0], chunk)
+    dx_TD = x_TD.new_empty(x_TD.shape if len(chunks) != 1 else 0)
+    for tokens in chunks:
+        logits = product(x_TD[tokens], head)
         lse_T = statistics(logits, tokens)
         dlse = None if dlse_T is None else dlse_T[tokens]
         dlogits = row_gradients(logits, labels_T[tokens], lse_T, dloss_T[tokens], dlse, **params, out=logits)
-        torch.mm(dlogits, head.T, out=dx_TD[tokens])
+        if len(chunks) == 1:
+            dx_TD = product(dlogits, head.T)
+        else:
+            torch.mm(dlogits, head.T, out=dx_TD[tokens])
         if dhead is not None and dhead.dtype == dlogits.dtype:
             dhead.addmm_(x_TD[tokens].T, dlogits)
         elif dhead is not None:
             dhead += x_TD[tokens].T @ dlogits
+        del logits, dlogits  # before there are others
     return dx_TD
 
 

@@ -19,12 +19,13 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from mpar.kernels import REFERENCE, implementation
-from mpar.ops import PRIMITIVES, Primitive
+from mpar.ops import PRIMITIVES, PackedMatrix, Primitive, lie_side_by_side, whole_product
 from mpar.runtime.comm import Comm
 from mpar.torch_private import inductor_compile, pytree, split_graph
 
-__all__ = ["apart", "compiled", "for_inductor"]
+__all__ = ["Neighbours", "apart", "compiled", "for_inductor"]
 
+Neighbours = Sequence[tuple[Sequence[int], int]]
 Code = Callable[[list[Tensor], Comm], tuple[Tensor, ...]]
 _LIBRARY = torch.library.Library("mpar_kernels", "DEF")
 _FUNCTIONS: dict[object, Callable[..., object]] = {}
@@ -158,14 +159,15 @@ class _Recording(TorchFunctionMode):
         return self.recorder.create_proxy("call_function", func, args, dict(kwargs or {}))
 
 
-def compiled(run: Code) -> Code:
-    """`run` compiled by Inductor when it is first called. Its operands are not freed before it returns."""
+def compiled(run: Code, neighbours: Neighbours = ()) -> Code:
+    """`run` compiled by Inductor when it is first called. Operands are not freed before it returns. neighbours: as in `Kind`."""
     functions: dict[tuple[object, ...], Callable[..., tuple[Tensor, ...]]] = {}
 
     def call(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
-        key = (id(comm), *map(type, args), *[x.stride() for x in args])  # shapes and dtypes are those of the program
+        places = [_distance(args[i], args[group[0]]) for group, _ in neighbours for i in group[1:]]
+        key = (id(comm), *places, *map(type, args), *[x.stride() for x in args])  # shapes and dtypes are those of the program
         if key not in functions:
-            functions[key] = _compile(run, args, comm)
+            functions[key] = _compile(run, args, comm, neighbours)
         operands = tuple(args)
         args.clear()
         return functions[key](*operands)
@@ -173,7 +175,12 @@ def compiled(run: Code) -> Code:
     return call
 
 
-def _compile(run: Code, operands: Sequence[Tensor], comm: Comm) -> Callable[..., tuple[Tensor, ...]]:
+def _distance(x: Tensor, first: Tensor) -> int:
+    """How many bytes there are from one tensor in memory to another; 0 for packed matrices, which torch does not compile."""
+    return 0 if PackedMatrix in (type(x), type(first)) else x.data_ptr() - first.data_ptr()
+
+
+def _compile(run: Code, operands: Sequence[Tensor], comm: Comm, neighbours: Neighbours) -> Callable[..., tuple[Tensor, ...]]:
     """A function of operands like these. What code does between two calls that are apart is compiled as one."""
     root = torch.nn.Module()
     graph = fx.Graph(root)
@@ -182,9 +189,14 @@ def _compile(run: Code, operands: Sequence[Tensor], comm: Comm) -> Callable[...,
     with _Recording(recorder):
         results = run(proxies, cast(Comm, _Apart(comm)))
     graph.output(recorder.create_arg(results))
-    for node, operand in zip(graph.find_nodes(op="placeholder"), operands, strict=True):
+    given = graph.find_nodes(op="placeholder")
+    for node, operand in zip(given, operands, strict=True):
         if type(operand) not in (Tensor, Parameter):
             _call_readers_apart(node)
+    for places, num_summed in neighbours:
+        weights = [operands[i] for i in places]
+        if lie_side_by_side(weights, num_summed):
+            _multiply_as_one(given[places[0]], num_summed, sum(weight.shape[num_summed:].numel() for weight in weights))
     whole, part_of = fx.GraphModule(root, graph), _parts(graph)
     if not any(number % 2 for number in part_of.values()):
         return inductor_compile(whole, operands)
@@ -203,6 +215,15 @@ def _call_readers_apart(operand: fx.Node) -> None:
             node.target = _Call(str(function), _FUNCTIONS.get(function, function))
         elif node.op == "call_method":
             node.op, node.target = "call_function", _Call(str(node.target), getattr(Tensor, str(node.target)))
+
+
+def _multiply_as_one(first: fx.Node, num_summed: int, columns: int) -> None:
+    """Let joined products, the first weight of which is `first`, read memory as one matrix of so many columns. torch would trace
+    each operand on its own, and not see that they lie side by side."""
+    joined = for_inductor("joined_linear")
+    for node in list(first.users):
+        if node.target == joined and node.args[1][0] is first:  # type: ignore[index]
+            node.target, node.args, node.kwargs = whole_product, (node.args[0], first, num_summed, columns), {}
 
 
 def _parts(graph: fx.Graph) -> dict[str, int]:

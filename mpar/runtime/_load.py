@@ -9,7 +9,7 @@ from torch import Tensor
 from mpar import control
 from mpar.kernels import implementation
 from mpar.ops import PRIMITIVES
-from mpar.runtime._inductor import apart, compiled, for_inductor
+from mpar.runtime._inductor import Neighbours, apart, compiled, for_inductor
 from mpar.runtime.comm import Comm
 
 __all__ = ["Code", "load"]
@@ -29,8 +29,10 @@ def load(
     primitives: Mapping[str, Callable] | None = None,
     *,
     inductor: bool = False,
+    neighbours: Neighbours = (),
 ) -> Code:
-    """The function that generated source defines. `primitives` replaces the implementations that it calls by others, by name."""
+    """The function that generated source defines. `primitives` replaces the implementations that it calls by others, by name.
+    neighbours: see `Kind`."""
     called = [name for name in PRIMITIVES if f"[{name!r}" in source]
 
     def defined(find: Callable[..., Callable], leave: Callable[[str, Callable], Callable]) -> Code:
@@ -50,7 +52,11 @@ def load(
         exec(compile(source, f"<segment {name}>", "exec"), names)
         return cast(Code, names["run"])
 
-    return compiled(defined(for_inductor, apart)) if inductor else defined(implementation, lambda name, function: function)
+    return (
+        compiled(defined(for_inductor, apart), neighbours)
+        if inductor
+        else defined(implementation, lambda name, function: function)
+    )
 
 
 def _to_host(x: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class RankRun:
         self.part = part = program.parts[comm.index(("pp",))]
         used = {instruction.kind for instruction in part.instructions}
         functions = {
-            name: load(name, kind.source, kind.constants, self.device, primitives, inductor=inductor)
+            name: load(name, kind.source, kind.constants, self.device, primitives, inductor=inductor, neighbours=kind.neighbours)
             for name, kind in program.kinds.items()
             if kind.source and name in used
         }
@@ -96,9 +96,7 @@ class RankRun:
 
         return receive
 
-    def __call__(
-        self, state: State, batch: Mapping[str, Tensor], limits: Limits = NO_LIMITS
-    ) -> tuple[State, dict[str, Tensor]]:
+    def __call__(self, state: State, batch: Mapping[str, Tensor], limits: Limits = NO_LIMITS) -> tuple[State, dict[str, Tensor]]:
         """Run one step. `batch` is what `batch_rows` returns, piece after piece. The tensors of `state` are taken out of it.
 
         Returns the new state and the metrics: loss (mean), microbatch_losses, weight, grad_norm, skipped (whether loss or norm

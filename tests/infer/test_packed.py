@@ -55,12 +55,12 @@ def test_adapters_by_request_keep_packed_matrices(packing, monkeypatch, kind):
 
 
 def test_matrices_whose_norms_are_read_stay_plain(packing):
-    """DoRA computes the norms of the matrices that it is added to, the others are packed."""
+    """DoRA computes the norms of the matrices that it is added to. These are not packed, nor are those beside which they lie."""
     model, params, _ = make("llama", torch.float32)
     adapted = adapters.add(model, LoRA(rank=2, init="random", dora=True, targets=("q_proj", "down_proj")))
     runner = ProgramRunner(adapted, adapters.first_params(adapted, params, 1), SIZES)
     left = packed_paths(ProgramRunner(model, params, SIZES)) - packed_paths(runner)
-    assert {path.rpartition(".")[2] for path in left} == {"q_DNH", "down_FD"} and packed_paths(runner)
+    assert {path.rpartition(".")[2] for path in left} == {"q_DNH", "k_DKH", "v_DKH", "down_FD"} and packed_paths(runner)
     answers(runner, [([1, 5, 2], None)])
 
 

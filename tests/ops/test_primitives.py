@@ -82,6 +82,7 @@ def _calls(x):
         ops.einsum("bsd,bsf->df", x(2, 3, 4).transpose(0, 1).contiguous().transpose(0, 1), x(2, 3, 5)),
         ops.einsum("bsd,d->dbs", x(2, 3, 4), x(4)),
         ops.einsum("bse,f->fs", x(2, 3, 4), x(5)),
+        ops.joined_linear("bsd,dnh->bsnh", x(2, 3, 4).detach(), [x(4, 2, 3).detach(), x(4, 1, 3).detach()]),
         ops.embedding(IDS, table),
         ops.rms_norm(x(2, 3, 4), x(4)),
         ops.rms_norm(x(2, 3, 4)),
@@ -273,7 +274,8 @@ def test_every_rule_is_there(primitive):
 @pytest.mark.parametrize("primitive", PRIMITIVES.values(), ids=lambda p: p.name)
 def test_sharding_rules_are_consistent(primitive):
     """Factors that are replicated, linear operands and factors with a program of their own exist in the rule."""
-    params = {"einsum": {"equation": "ab,bc->ac"}, "dropout": {"rate": 0.5, "starts": [0] * 4}}
+    params = {key: {"equation": "ab,bc->ac"} for key in ("einsum", "joined_linear")}
+    params["dropout"] = {"rate": 0.5, "starts": [0] * 4}
     params |= {name: {"shape": [1] * 4, "starts": [0] * 4} for name in ("random_uniform", "random_normal")}
     params["token_dropout"] = {"rate": 0.5, "key": [1, 2], "token_dims": 2, "starts": [0] * 2}
     params |= {"quantise_fp8": {"block": "1x128"}, "dequantise_fp8": {"block": "row", "dtype": torch.float32}}

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from mpar.compiler.segment._code import Code, SegmentCode, SegmentSpecs, Target, TracedSegment
+from mpar.compiler.segment._join_products import join_products
 from mpar.compiler.segment._make_code import make_code
 from mpar.compiler.segment._partition import Halves, RecomputePolicy, extract, partition
 from mpar.compiler.segment._write_state import write_state
@@ -53,6 +54,7 @@ def _compile_forward(name: str, traced: TracedSegment, specs: SegmentSpecs, targ
     graph, state = ranked.graph, slice(traced.num_params + traced.num_x - traced.num_state, traced.num_params + traced.num_x)
     results = list(graph.output_node().args[0])
     forward_graph = extract(graph, graph.find_nodes(op="placeholder"), results, set(graph.nodes))
+    join_products(forward_graph, forward_graph.find_nodes(op="placeholder")[: traced.num_params])
     write_state(forward_graph, state, slice(len(traced.x_out) - traced.num_state, len(traced.x_out)))
     constants = ranked.logical.constants
     forward = make_code(f"{name} forward", forward_graph, constants, list(ranked.in_specs), list(ranked.out_specs), target)

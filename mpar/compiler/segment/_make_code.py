@@ -8,6 +8,7 @@ from mpar.compiler.segment._code import Code, Target
 from mpar.compiler.segment._codegen import coordinates_of, generate
 from mpar.compiler.segment._fuse import fuse
 from mpar.compiler.segment._hide import hide_messages
+from mpar.compiler.segment._join_products import neighbours
 from mpar.compiler.segment._kernels import choose_kernels
 from mpar.compiler.segment._memory import measure
 from mpar.compiler.segment._reuse import IN_PLACE, reuse_operands
@@ -62,6 +63,7 @@ def finish_code(
         uses,
         measure(graph, workspace_of, all_rows_come=True) if any("ragged" in node.meta for node in graph.nodes) else None,
         overwritten_operands(graph, IN_PLACE.values()),
+        neighbours(graph),
     )
     if len(out_values) != len(out_specs) or len(in_values) != len(in_specs):
         raise ProgramError(

@@ -12,7 +12,7 @@ from mpar.models.decoder._config import DecoderConfig
 from mpar.models.decoder._places import BLOCK
 from mpar.models.layers import NormConfig, normalise
 
-__all__ = ["HeadSegment", "head_segment"]
+__all__ = ["HeadSegment", "all_have_logits", "head_segment"]
 
 _TOKENS_AT_ONCE = 1024
 
@@ -74,9 +74,14 @@ class HeadSegment:
         self, params: tuple, x: Tensor, context: Mapping[str, Tensor], *, training: bool
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(B, T, D) to the logits (B, R, vocab_size) of the tokens at the places `last` (B, R); where it is -1, of the first."""
-        index_BRD = context["last"].clamp(min=0)[..., None].expand(-1, -1, x.shape[2])
-        logits_BRV = self.logits(params, x.gather(1, index_BRD), ("batch", None, "embed"))
-        return {"logits": ops.constrain(logits_BRV, ("batch", None, None))[..., : self.vocab_size]}, {}
+        index_BR, axes = context["last"].clamp(min=0), ("batch", None, "embed")
+        if all_have_logits(x, index_BR):
+            logits_BTV = ops.constrain(self.logits(params, x, axes), ("batch", None, None))
+            logits_BRV = logits_BTV[0].index_select(0, index_BR[0])[None]
+        else:
+            chosen_BRD = x.gather(1, index_BR[..., None].expand(-1, -1, x.shape[2]))
+            logits_BRV = ops.constrain(self.logits(params, chosen_BRD, axes), ("batch", None, None))
+        return {"logits": logits_BRV[..., : self.vocab_size]}, {}
 
     def logits(self, params: tuple, x: Tensor, axes: Axes = BLOCK) -> Tensor:
         """(B, S, D) to logits over the padded vocabulary; `axes` are those of the normed x."""
@@ -95,6 +100,11 @@ class HeadSegment:
 
 def _matrix_DV(params: tuple) -> Tensor:
     return params[1].table_VD.transpose(0, 1) if params[0].head_DV is None else params[0].head_DV
+
+
+def all_have_logits(tokens_BT: Tensor, last_BR: Tensor) -> bool:
+    """Whether `last_logits` multiplies every token: they are fewer than the rows, and of one group."""
+    return tokens_BT.shape[0] == 1 and tokens_BT.shape[1] < last_BR.shape[1]
 
 
 def head_segment(config: DecoderConfig) -> HeadSegment:

@@ -102,11 +102,20 @@ def _impl(q, k, v, rows, positions, pages, sinks, *, shard, page_size, window, s
     """`out`, and the log-sum-exp of the scores (B, T, N). shard: the pools lack pages, whose numbers are outside of theirs;
     tokens see only the pages that are there."""
     how = _How(shard, page_size, window, scale, soft_cap, sinks)
-    if q.shape[0] == 1:  # with few tokens the calls are what takes time
-        out, lse = _attend(*(x.select(0, 0) for x in (q, k, v, rows, positions, pages)), how=how)
-        return out.unsqueeze(0), lse.unsqueeze(0)
-    groups = [_attend(*of_group, how=how) for of_group in zip(q, k, v, rows, positions, pages, strict=True)]
-    return torch.stack([out for out, _ in groups]), torch.stack([lse for _, lse in groups])
+    page = page_size * k.shape[2] * k.shape[3]
+    at_once = 0 if shard else max(1, _GATHERED // page)
+    wide = q.dtype if _takes_flash(q, how) else _wide(q)
+    plans = [
+        _plan(tuple(of_rows), tuple(of_positions), page_size, at_once, window, wide, q.device)
+        for of_rows, of_positions in zip(rows.tolist(), positions.tolist(), strict=True)
+    ]
+    results = [
+        _attend(plan, q_TNH, (k_PKH.reshape(-1, page), v_PKH.reshape(-1, page)), positions_T, pages_RL, how)
+        for plan, q_TNH, k_PKH, v_PKH, positions_T, pages_RL in zip(plans, q, k, v, positions, pages, strict=True)
+    ]
+    if len(results) == 1:  # with few tokens the calls are what takes time
+        return results[0][0][None], results[0][1][None]
+    return torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results])
 
 
 class _How(NamedTuple):
@@ -143,16 +152,18 @@ class _Singles(NamedTuple):
     bias: Tensor
 
 
-def _attend(q_TNH, k_PKH, v_PKH, rows_T, positions_T, pages_RL, *, how: _How) -> tuple[Tensor, Tensor]:
-    """The results of one group."""
-    page = how.page_size * k_PKH.shape[1] * k_PKH.shape[2]
-    pools = k_PKH.reshape(-1, page), v_PKH.reshape(-1, page)  # a page is one row
-    at_once = 0 if how.shard else max(1, _GATHERED // page)
-    wide = q_TNH.dtype if _takes_flash(q_TNH, how) else _wide(q_TNH)
-    given = tuple(rows_T.tolist()), tuple(positions_T.tolist())
-    runs, singles = _plan(*given, how.page_size, at_once, how.window, wide, q_TNH.device)
+_Plan = tuple[tuple[_Run, ...], tuple[_Singles, ...]]
+
+
+def _attend(
+    plan: _Plan, q_TNH: Tensor, pools: tuple[Tensor, Tensor], positions_T: Tensor, pages_RL: Tensor, how: _How
+) -> tuple[Tensor, Tensor]:
+    """The results of one group by its plan. A page is one row of the pools."""
+    runs, singles = plan
     if not runs and len(singles) == 1 and singles[0].bias.shape[0] == q_TNH.shape[0]:
-        return _attend_each(q_TNH, pools, pages_RL, singles[0], how, k_PKH.shape[1:])
+        return _attend_each(q_TNH, pools, pages_RL, singles[0], how)
+    H = q_TNH.shape[2]
+    num_heads = pools[0].shape[1] // how.page_size // H
     out_TNH = q_TNH.new_zeros(q_TNH.shape)
     lse_TN = torch.full(q_TNH.shape[:2], -torch.inf, dtype=_wide(q_TNH), device=q_TNH.device)
     for start, end, row, length in runs:
@@ -160,12 +171,12 @@ def _attend(q_TNH, k_PKH, v_PKH, rows_T, positions_T, pages_RL, *, how: _How) ->
         if not used.shape[0]:
             continue
         count = length if order_M is None else order_M.shape[0]
-        k_MKH, v_MKH = (pool.index_select(0, used).view(-1, *k_PKH.shape[1:])[:count] for pool in pools)
+        k_MKH, v_MKH = (pool.index_select(0, used).view(-1, num_heads, H)[:count] for pool in pools)
         operands = q_TNH[None, start:end], k_MKH[None], v_MKH[None], positions_T[start:end], order_M, None, None, how.sinks
         out_BTNH, lse_BTN = attention_p.meaning(*operands, causal=True, window=how.window, scale=how.scale, soft_cap=how.soft_cap)
         out_TNH[start:end], lse_TN[start:end] = out_BTNH[0], lse_BTN[0]
     for single in singles:
-        out, lse = _attend_each(q_TNH.index_select(0, single.tokens), pools, pages_RL, single, how, k_PKH.shape[1:])
+        out, lse = _attend_each(q_TNH.index_select(0, single.tokens), pools, pages_RL, single, how)
         out_TNH.index_copy_(0, single.tokens, out)
         lse_TN.index_copy_(0, single.tokens, lse)
     return out_TNH, lse_TN
@@ -193,7 +204,7 @@ def _plan(
     window: int | None,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[tuple[_Run, ...], tuple[_Singles, ...]]:
+) -> _Plan:
     """How the tokens of a group are computed. All layers of a step have the same plan, so it is remembered.
 
     A token that is alone is computed together with others. The number of pages that it sees is rounded up, which depends on its
@@ -229,12 +240,16 @@ def _rounded(num_pages: int) -> int:
     return -(-num_pages // unit) * unit
 
 
-def _attend_each(q_TNH, pools, pages_RL, single: _Singles, how: _How, head_shape) -> tuple[Tensor, Tensor]:
+def _attend_each(
+    q_TNH: Tensor, pools: tuple[Tensor, Tensor], pages_RL: Tensor, single: _Singles, how: _How
+) -> tuple[Tensor, Tensor]:
     """Attention of each token to keys of its own row; query heads of one kv head are treated as queries of one sequence."""
-    (T, N, H), K = q_TNH.shape, head_shape[0]
-    pages_TL = (pages_RL.narrow(0, 0, T) if single.first else pages_RL[single.rows]).narrow(1, 0, single.num_pages)
-    used, shape = pages_TL.reshape(-1), (T, single.bias.shape[-1], K, H)
-    k_TKMH, v_TKMH = (pool.index_select(0, used).view(shape).transpose(1, 2) for pool in pools)
+    (T, N, H), M = q_TNH.shape, single.bias.shape[-1]
+    K = pools[0].shape[1] // how.page_size // H
+    pages_TL = pages_RL if single.first else pages_RL[single.rows]
+    used = pages_TL.as_strided((T, single.num_pages), (pages_TL.stride(0), 1)).reshape(-1)
+    layout = (T, K, M, H), (M * K * H, H, K * H, 1)
+    k_TKMH, v_TKMH = (pool.index_select(0, used).as_strided(*layout) for pool in pools)
     q_TKGH = q_TNH.view(T, K, N // K, H)
     if _takes_flash(q_TNH, how):
         out_TKGH, lse_TKG = flash_attention_cpu(q_TKGH, k_TKMH, v_TKMH, 0.0, False, attn_mask=single.bias, scale=how.scale)

@@ -1,0 +1,25 @@
+"""Product: a product of two matrices on a CPU, by the faster of the libraries that torch has."""
+
+import torch
+from torch import Tensor
+
+from mpar.torch_private import onednn_is_faster, onednn_mm
+
+__all__ = ["product"]
+
+_FEWEST_ROWS = 64
+"""With fewer rows oneDNN loses what it gains: it first copies the second matrix into its own order."""
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """`torch.mm(a, b)`. With float32 on an AMD EPYC, oneDNN takes 0.74 to 0.96 of the time of MKL for 128 rows or more, and 0.7
+    for a vocabulary of 50,000. For gradients of weights, where the rows of `a` are no rows in memory, it may take longer."""
+    if (
+        a.dtype == torch.float32
+        and a.device.type == "cpu"
+        and a.shape[0] >= _FEWEST_ROWS
+        and a.stride(1) == 1
+        and onednn_is_faster()
+    ):
+        return onednn_mm(a, b)
+    return torch.mm(a, b)
