@@ -3,12 +3,12 @@
 This lowers the peak. On a CPU it also saves time: the page faults of new memory cost more than the arithmetic of a short op.
 """
 
-from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from mpar import tree
 from mpar.sharding import graph_pass
 from mpar.torch_private import storage_key
 
@@ -21,21 +21,36 @@ IN_PLACE = {aten.add.Tensor: aten.add_.Tensor, aten.mul.Tensor: aten.mul_.Tensor
 
 @graph_pass
 def reuse_operands(graph: fx.Graph) -> dict[str, int]:
-    """Add and multiply in place where one operand is an intermediate that nothing else reads and that has a storage of its own.
+    """Add and multiply in place where one operand is an intermediate whose storage nothing else reads, so that sums chain.
 
-    before:  %a = einsum(%x, %w); %y = add(%r, %a)
-    after:   %a = einsum(%x, %w); %y = add_(%a, %r)
+    before:  %a = einsum(%x, %w); %y = add(%a, %r); %z = add(%y, %x)
+    after:   %a = einsum(%x, %w); %y = add_(%a, %r); %z = add_(%y, %x)
+
+    The law: a node may write over an operand if each value in the operand's storage is computed by an op of the graph and has one
+    reader. Such values form a line: the op that made the storage, then views of the value before and sums that were written over
+    it, up to the operand, whose one reader is the node. So whatever else the graph does, and in whatever order, it never reads
+    this storage: the line has no second branch. That bars
+
+    - operands of the graph and constants, and views of them, because no op of the graph made their storage;
+    - results of the graph, and what shares a storage with one, because the output is then a second reader: of the result, or of a
+      value from which both come. State that `write_state` overwrites is among both the operands and the results;
+    - what a message carries, which both the op that posts it and `arrived` read;
+    - a sum of a value and of a view of it, because the value has two readers.
+
+    A value without data must share a storage with another exactly if the values will share one. So the views of a sum that is
+    written over an operand are moved to that operand's storage; the forecast of memory follows from the same storages.
     """
-    holders = Counter(key for node in graph.nodes for key in _storages(node))
+    holders = _holders(graph)
     reused = 0
     for node in graph.nodes:
         if node.target not in IN_PLACE or node.kwargs or len(node.args) != 2:
             continue
         for target, other in (node.args, node.args[::-1]):
-            if is_last_reader(target, node) and _fits(target, other, node) and holders[storage_key(target.meta["val"])] == 1:
+            if not isinstance(target, fx.Node) or not _fits(target, other, node):
+                continue
+            if _is_line(holders[storage_key(target.meta["val"])]):
                 node.target, node.args = IN_PLACE[node.target], (target, other)
-                holders[storage_key(target.meta["val"])] += 1
-                node.meta = node.meta | {"val": target.meta["val"]}
+                _write_over(node, target, holders)
                 reused += 1
                 break
     return {"operands_reused": reused}
@@ -50,6 +65,7 @@ def overwrite_operands(graph: fx.Graph) -> dict[str, int]:
     before:  %y = add(%sum, %term)
     after:   %y = add_(%sum, %term)
     """
+    holders = _holders(graph)
     overwritten = 0
     for node in graph.nodes:
         if node.target not in IN_PLACE or node.kwargs or len(node.args) != 2:
@@ -62,7 +78,7 @@ def overwrite_operands(graph: fx.Graph) -> dict[str, int]:
             and _fits(target, other, node)
         ):
             node.target = IN_PLACE[node.target]
-            node.meta = node.meta | {"val": target.meta["val"]}
+            _write_over(node, target, holders)
             overwritten += 1
     return {"operands_overwritten": overwritten}
 
@@ -86,6 +102,40 @@ def _fits(target: fx.Node, other: Any, node: fx.Node) -> bool:
     if target is other or (value.shape, value.dtype, value.stride()) != (result.shape, result.dtype, result.stride()):
         return False
     return value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
+
+
+def _holders(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """By storage the nodes whose values lie in it, or have items that do."""
+    holders: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for key in {storage_key(value) for value in tree.leaves(node.meta.get("val")) if isinstance(value, Tensor)}:
+            holders.setdefault(key, []).append(node)
+    return holders
+
+
+def _is_line(holders: list[fx.Node]) -> bool:
+    """Whether each value in a storage is computed by an op of the graph and has one reader. `holders` are the nodes whose values
+    lie there. Those of tuples do not count, for the nodes of their items are there too."""
+    values = [node for node in holders if isinstance(node.meta["val"], Tensor)]
+    return all(node.op == "call_function" and len(node.users) == 1 for node in values)
+
+
+def _write_over(node: fx.Node, target: fx.Node, holders: dict[int, list[fx.Node]]) -> None:
+    """Let the value of `node`, and all values that share a storage with it, lie in the storage of `target` instead."""
+    old, new = storage_key(node.meta["val"]), storage_key(target.meta["val"])
+    storage = target.meta["val"].untyped_storage()
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(moved, value))
+        if not isinstance(value, Tensor) or storage_key(value) != old:
+            return value
+        empty = torch.empty(0, dtype=value.dtype, device="meta")
+        return empty.set_(storage, value.storage_offset(), value.shape, value.stride())
+
+    for holder in holders[old]:
+        holder.meta = holder.meta | {"val": moved(holder.meta["val"])}
+    holders[new] += holders.pop(old)
 
 
 def _storages(node: fx.Node) -> set[int]:
