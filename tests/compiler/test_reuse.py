@@ -4,12 +4,13 @@ import operator
 import random
 from itertools import combinations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from mpar.compiler.segment._reuse import overwrite_operands, reuse_operands
+from mpar.compiler.segment._reuse import IN_PLACE, OVER_FIRST, OVER_GRADIENT, overwrite_operands, reuse_operands
 from mpar.compiler.segment._write_state import write_state
 from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES
@@ -34,9 +35,14 @@ X = torch.ones(4, 4)
 
 
 def test_an_intermediate_that_dies_is_written_over():
-    """Either operand of a sum or product may be it."""
+    """Either operand of a sum or product may be it, of other ops only the first, such as the gradient of a result."""
     assert targets(lambda x, y: x + y.sin(), X, X)[0] == ["aten.sin.default", "aten.add_.Tensor"]
     assert targets(lambda x, y: x.sin() * y, X, X)[0] == ["aten.sin.default", "aten.mul_.Tensor"]
+    assert targets(lambda x, y: x.sin() - y, X, X)[0] == ["aten.sin.default", "aten.sub_.Tensor"]
+    assert targets(lambda x, y: x - y.sin(), X, X)[0] == ["aten.sin.default", "aten.sub.Tensor"]
+    slope = aten.gelu_backward
+    assert targets(lambda x, y: slope(x.sin(), y), X, X)[0] == ["aten.sin.default", "aten.gelu_backward.grad_input"]
+    assert targets(lambda x, y: slope(x, y.sin()), X, X)[0] == ["aten.sin.default", "aten.gelu_backward.default"]
 
 
 def test_what_is_read_again_is_not():
@@ -68,11 +74,34 @@ def test_sums_chain():
     assert targets(lambda x: x.view(16) + 1.0, X)[1] == {"operands_reused": 0}
 
 
+OTHERS = {aten.masked_fill.Scalar: lambda y: (y > 0, 0.5), aten.pow.Tensor_Scalar: lambda y: (3,)}
+"""What follows the first operand of an op, unless it is as many tensors as the op takes; y is any of its shape."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", [*IN_PLACE, *OVER_FIRST, *OVER_GRADIENT], ids=str)
+def test_in_place_forms_give_equal_bits(op, dtype, make_tensor):
+    """Whether sizes are round or not, and for gradients by either formula of gelu."""
+    num_operands = sum(argument.type.isSubtypeOf(torch.TensorType.get()) for argument in op._schema.arguments)
+    for shape in ((64, 256), (7, 33)):
+        x, *tensors = (make_tensor(shape, dtype) for _ in range(num_operands))
+        others = OTHERS[op](make_tensor(shape, dtype)) if op in OTHERS else tensors
+        others = (*others, 0.0) if op is aten.threshold_backward.default else others
+        for kwargs in ({"approximate": "none"}, {"approximate": "tanh"}) if "gelu" in str(op) else ({},):
+            expected, over = op(x, *others, **kwargs), x.clone()
+            into = {"grad_input": over} if op in OVER_GRADIENT else {}
+            actual = (IN_PLACE | OVER_FIRST | OVER_GRADIENT)[op](over, *others, **kwargs, **into)
+            assert torch.equal(actual.nan_to_num(7.0), expected.nan_to_num(7.0))
+            assert actual.data_ptr() == over.data_ptr()
+
+
 STEPS = {
     "add": lambda a, b: (aten.add.Tensor, (a, b)),
     "mul": lambda a, b: (aten.mul.Tensor, (a, b)),
     "add a number": lambda a, b: (aten.add.Tensor, (a, 0.5)),
+    "subtract": lambda a, b: (aten.sub.Tensor, (a, b)),
     "sin": lambda a, b: (aten.sin.default, (a,)),
+    "slope": lambda a, b: (aten.gelu_backward.default, (a, b)),
     "clone": lambda a, b: (aten.clone.default, (a,)),
     "flatten": lambda a, b: (aten.view.default, (a, [-1])),
     "square": lambda a, b: (aten.view.default, (a, [4, 4])),
@@ -84,10 +113,13 @@ STEPS = {
 
 
 def added(graph, target, args):
-    """The nodes of the results of one more op of a graph; none if the operands do not fit it."""
+    """The nodes of the results of one more op of a graph; none if the operands do not fit it. Gradients are never broadcast."""
+    operands = fx.node.map_arg(args, lambda n: n.meta["val"])
     try:
-        value = target(*fx.node.map_arg(args, lambda n: n.meta["val"]))
+        value = target(*operands)
     except RuntimeError:
+        return []
+    if target in OVER_GRADIENT and operands[0].shape != operands[1].shape:
         return []
     node = graph.call_function(target, args)
     node.meta["val"] = value
@@ -124,8 +156,10 @@ def run(graph):
     """What each node of a graph gives for simulated data; all values stay alive."""
     data, found = simulated(), {}
     for node in graph.nodes:
-        args = fx.node.map_arg(node.args, found.__getitem__)
-        found[node] = node.target(*args) if node.op == "call_function" else data[node.target] if node.op != "output" else args[0]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
+        found[node] = (
+            node.target(*args, **kwargs) if node.op == "call_function" else data[node.target] if node.op != "output" else args[0]
+        )
     return found
 
 

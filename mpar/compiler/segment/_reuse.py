@@ -1,4 +1,4 @@
-"""Reuse: additions and multiplications write over an operand that nothing reads again, instead of into new memory.
+"""Reuse: elementwise ops write over an operand that nothing reads again, instead of into new memory.
 
 This lowers the peak. On a CPU it also saves time: the page faults of new memory cost more than the arithmetic of a short op.
 """
@@ -17,11 +17,40 @@ __all__ = ["IN_PLACE", "is_last_reader", "is_sole_user", "overwrite_operands", "
 aten = torch.ops.aten
 IN_PLACE = {aten.add.Tensor: aten.add_.Tensor, aten.mul.Tensor: aten.mul_.Tensor}
 """These ops are commutative to the bit, so either operand may be the one that is written over."""
+_UNARY = (
+    "abs",
+    "cos",
+    "erf",
+    "exp",
+    "gelu",
+    "log",
+    "neg",
+    "reciprocal",
+    "relu",
+    "rsqrt",
+    "sigmoid",
+    "silu",
+    "sin",
+    "sqrt",
+    "tanh",
+)
+OVER_FIRST = {getattr(aten, name).default: getattr(aten, f"{name}_").default for name in _UNARY} | {
+    aten.div.Tensor: aten.div_.Tensor,
+    aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
+    aten.pow.Tensor_Scalar: aten.pow_.Scalar,
+    aten.sub.Tensor: aten.sub_.Tensor,
+}
+"""Ops that may write over their first operand only. Both forms take the same operands and give the same bits."""
+OVER_GRADIENT = {
+    op.default: op.grad_input
+    for op in (aten.gelu_backward, aten.sigmoid_backward, aten.silu_backward, aten.tanh_backward, aten.threshold_backward)
+}
+"""The same for derivatives of elementwise ops, whose first operand is a gradient: these forms are told where to write."""
 
 
 @graph_pass
 def reuse_operands(graph: fx.Graph) -> dict[str, int]:
-    """Add and multiply in place where one operand is an intermediate whose storage nothing else reads, so that sums chain.
+    """Compute elementwise ops in place where an operand is an intermediate whose storage nothing else reads, so that sums chain.
 
     before:  %a = einsum(%x, %w); %y = add(%a, %r); %z = add(%y, %x)
     after:   %a = einsum(%x, %w); %y = add_(%a, %r); %z = add_(%y, %x)
@@ -43,13 +72,9 @@ def reuse_operands(graph: fx.Graph) -> dict[str, int]:
     holders = _holders(graph)
     reused = 0
     for node in graph.nodes:
-        if node.target not in IN_PLACE or node.kwargs or len(node.args) != 2:
-            continue
-        for target, other in (node.args, node.args[::-1]):
-            if not isinstance(target, fx.Node) or not _fits(target, other, node):
-                continue
-            if _is_line(holders[storage_key(target.meta["val"])]):
-                node.target, node.args = IN_PLACE[node.target], (target, other)
+        for target in _candidates(node):
+            if _fits(target, node) and _is_line(holders[storage_key(target.meta["val"])]):
+                _put_in_place(node, target)
                 _write_over(node, target, holders)
                 reused += 1
                 break
@@ -70,13 +95,8 @@ def overwrite_operands(graph: fx.Graph) -> dict[str, int]:
     for node in graph.nodes:
         if node.target not in IN_PLACE or node.kwargs or len(node.args) != 2:
             continue
-        target, other = node.args
-        if (
-            isinstance(target, fx.Node)
-            and target.op == "placeholder"
-            and list(target.users) == [node]
-            and _fits(target, other, node)
-        ):
+        target = node.args[0]
+        if isinstance(target, fx.Node) and target.op == "placeholder" and list(target.users) == [node] and _fits(target, node):
             node.target = IN_PLACE[node.target]
             _write_over(node, target, holders)
             overwritten += 1
@@ -95,11 +115,33 @@ def is_sole_user(graph: fx.Graph, node: fx.Node) -> bool:
     return alone and value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
 
 
-def _fits(target: fx.Node, other: Any, node: fx.Node) -> bool:
+def _candidates(node: fx.Node) -> list[fx.Node]:
+    """The operands of an op over which a form of it can write."""
+    if node.target in IN_PLACE and not node.kwargs:
+        operands = node.args
+    elif node.target in OVER_FIRST or node.target in OVER_GRADIENT:
+        operands = node.args[:1]
+    else:
+        return []
+    return [operand for operand in operands if isinstance(operand, fx.Node)]
+
+
+def _put_in_place(node: fx.Node, target: fx.Node) -> None:
+    """Replace an op by the form of it that writes over its operand `target`."""
+    if node.target in IN_PLACE:
+        node.args = (target, *(operand for operand in node.args if operand is not target))
+        node.target = IN_PLACE[node.target]
+    elif node.target in OVER_FIRST:
+        node.target = OVER_FIRST[node.target]
+    else:
+        node.target, node.kwargs = OVER_GRADIENT[node.target], node.kwargs | {"grad_input": target}
+
+
+def _fits(target: fx.Node, node: fx.Node) -> bool:
     """Whether `node` may write its result over its operand `target`: they have the same shape, dtype and strides, `target` fills
-    its storage, and `other`, the second operand, is another node."""
+    its storage, and is not an operand of `node` twice."""
     value, result = target.meta["val"], node.meta["val"]
-    if target is other or (value.shape, value.dtype, value.stride()) != (result.shape, result.dtype, result.stride()):
+    if node.args.count(target) > 1 or (value.shape, value.dtype, value.stride()) != (result.shape, result.dtype, result.stride()):
         return False
     return value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
 
