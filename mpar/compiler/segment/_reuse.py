@@ -165,19 +165,19 @@ def _is_line(holders: list[fx.Node]) -> bool:
 def _write_over(node: fx.Node, target: fx.Node, holders: dict[int, list[fx.Node]]) -> None:
     """Let the value of `node`, and all values that share a storage with it, lie in the storage of `target` instead."""
     old, new = storage_key(node.meta["val"]), storage_key(target.meta["val"])
-    storage = target.meta["val"].untyped_storage()
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(moved, value))
-        if not isinstance(value, Tensor) or storage_key(value) != old:
-            return value
-        empty = torch.empty(0, dtype=value.dtype, device="meta")
-        return empty.set_(storage, value.storage_offset(), value.shape, value.stride())
-
     for holder in holders[old]:
-        holder.meta = holder.meta | {"val": moved(holder.meta["val"])}
+        holder.meta = holder.meta | {"val": _moved(holder.meta["val"], old, target.meta["val"].untyped_storage())}
     holders[new] += holders.pop(old)
+
+
+def _moved(value: Any, old: int, storage: torch.UntypedStorage) -> Any:
+    """`value`, whose tensors that lie in the storage `old` lie at the same places of `storage` instead."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(item, old, storage) for item in value)
+    if not isinstance(value, Tensor) or storage_key(value) != old:
+        return value
+    empty = torch.empty(0, dtype=value.dtype, device="meta")
+    return empty.set_(storage, value.storage_offset(), value.shape, value.stride())
 
 
 def _storages(node: fx.Node) -> set[int]:
