@@ -43,7 +43,7 @@ def _impl(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
 def _vjp(x, weight, dy, *, eps):
     """With r = rstd, w = weight:  dx = r (w dy - x r^2 mean(w dy x)),  dweight = sum over rows of r dy x.
 
-    Both come from the one product dy x: two temporaries of the size of x, the fewest that torch's ops allow.
+    Both come from the one product dy x, over which dx is then written: one temporary of the size of x for float32.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
     dy = dy.to(wide.dtype).contiguous()
@@ -52,7 +52,7 @@ def _vjp(x, weight, dy, *, eps):
     product = (dy * wide).view(-1, size)
     dweight = x.new_empty(0) if weight is None else torch.mm(rstd.view(1, -1), product).view(size).to(weight.dtype)
     slope = torch.mv(product, gain).view(rstd.shape).mul_(rstd).mul_(rstd).div_(size)
-    dx = torch.mul(dy, gain).addcmul_(wide, slope, value=-1).mul_(rstd)
+    dx = torch.mul(dy, gain, out=product.view(dy.shape)).addcmul_(wide, slope, value=-1).mul_(rstd)
     return dx.to(x.dtype), dweight
 
 
