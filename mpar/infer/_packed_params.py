@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mpar import tree
 from mpar.chain import is_axes
-from mpar.ir import Part
 from mpar.models import DeclaredModel, Trainable
 from mpar.ops import lay_side_by_side, pack_matrix
 from mpar.program import Program
@@ -43,15 +42,15 @@ def packings(model: Trainable, program: Program, rank: int) -> list[Packing]:
     stored = {leaf.value: leaf.path for leaf in part.state_in if leaf.value not in moved}
     alone = dict(_only_multiplied(model, set(stored.values())))
     found = []
-    for paths, num_summed in _neighbours(program, part, stored):
+    for paths, num_summed in _neighbours(program, rank, stored):
         in_blocks = all([alone.pop(path, None) for path in paths])
         found.append(Packing(paths, functools.partial(lay_side_by_side, num_summed=num_summed, in_blocks=in_blocks)))
     return [*found, *alone.values()]
 
 
-def _neighbours(program: Program, part: Part, stored: Mapping[int, str]) -> Iterator[tuple[tuple[str, ...], int]]:
+def _neighbours(program: Program, rank: int, stored: Mapping[int, str]) -> Iterator[tuple[tuple[str, ...], int]]:
     """The paths of stored parameters whose products are joined, and how many of their first dims are summed."""
-    for step in part.instructions:
+    for step in program.part(rank).instructions:
         for places, num_summed in program.kinds[step.kind].neighbours if step.kind in program.kinds else ():
             values = [step.inputs[place] for place in places]
             if all(value in stored for value in values):

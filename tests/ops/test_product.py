@@ -1,0 +1,36 @@
+"""Product: torch.mm of the same operands, whichever library multiplies them, however they lie in memory."""
+
+import pytest
+import torch
+
+from mpar.ops._product import product
+from mpar.testing import assert_close
+
+LAYOUTS = {
+    "rows": lambda m, n: torch.randn(m, n),
+    "columns": lambda m, n: torch.randn(n, m).T,
+    "parts of longer rows": lambda m, n: torch.randn(m, n + 3)[:, 1 : n + 1],
+    "parts of longer columns": lambda m, n: torch.randn(n, m + 3)[:, 1 : m + 1].T,
+    "one row": lambda m, n: torch.randn(1, n).expand(m, n),
+    "one column": lambda m, n: torch.randn(m, 1).expand(m, n),
+    "one number": lambda m, n: torch.randn(1, 1).expand(m, n),
+    "every other row": lambda m, n: torch.randn(2 * m, n)[::2],
+}
+
+
+@pytest.mark.parametrize("other", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_products_are_those_of_torch(layout, other):
+    for m, k, n in ((128, 24, 40), (63, 24, 40), (100, 1, 7), (64, 7, 1), (64, 0, 5), (64, 5, 0), (0, 5, 7)):
+        a, b = LAYOUTS[layout](m, k), LAYOUTS[other](k, n)
+        y = product(a, b)
+        assert y.shape == (m, n) and y.is_contiguous()
+        assert_close(y, a.double() @ b.double(), name=f"{m} x {k} x {n}")
+
+
+def test_a_row_does_not_depend_on_others():
+    """The bits of a row are those that it has beside other rows."""
+    a, b = torch.randn(128, 48), torch.randn(48, 96)
+    other = a.clone()
+    other[1:] = torch.randn(127, 48)
+    assert torch.equal(product(a, b)[0], product(other, b)[0])
