@@ -1,6 +1,6 @@
 """Packed parameters: on a CPU the matrices of a model lie in memory as the products of a step read them.
 
-Matrices that are multiplied with the same features lie side by side, as one, and what is in bfloat16 is in blocks.
+What is in bfloat16 is in blocks. Matrices that are multiplied with the same features lie side by side, as one, if they stay.
 """
 
 import functools
@@ -12,7 +12,7 @@ from torch import Tensor
 from mpar import tree
 from mpar.chain import is_axes
 from mpar.models import DeclaredModel, Trainable
-from mpar.ops import lay_side_by_side, pack_matrix
+from mpar.ops import lay_side_by_side, pack_matrices, pack_matrix
 from mpar.program import Program
 
 __all__ = ["Packing", "packings"]
@@ -20,14 +20,23 @@ __all__ = ["Packing", "packings"]
 
 @dataclass(frozen=True)
 class Packing:
-    """Parameters that are packed together, by their paths in the state, and the function that packs them."""
+    """Parameters that are packed together, by their paths in the state.
+
+    in_blocks:  the function that packs them, and gives None where it cannot.
+    num_summed: how many of the first dims of each products sum over, which may be joined; None for one matrix.
+    """
 
     paths: tuple[str, ...]
-    pack: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    in_blocks: Callable[[Sequence[Tensor]], Sequence[Tensor] | None]
+    num_summed: int | None = None
 
-    def __call__(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters for the state of programs."""
-        return dict(zip(self.paths, self.pack([leaves[path] for path in self.paths]), strict=True))
+    def __call__(self, leaves: Mapping[str, Tensor], *, stay: bool) -> dict[str, Tensor]:
+        """The parameters for the state of programs. stay: that they are not trained, so that plain ones are worth a copy."""
+        weights = [leaves[path] for path in self.paths]
+        packed = self.in_blocks(weights)
+        if packed is None and stay and self.num_summed is not None:
+            packed = lay_side_by_side(weights, self.num_summed)
+        return dict(zip(self.paths, weights if packed is None else packed, strict=True))
 
 
 def packings(model: Trainable, program: Program, rank: int) -> list[Packing]:
@@ -43,8 +52,9 @@ def packings(model: Trainable, program: Program, rank: int) -> list[Packing]:
     alone = dict(_only_multiplied(model, set(stored.values())))
     found = []
     for paths, num_summed in _neighbours(program, rank, stored):
-        in_blocks = all([alone.pop(path, None) for path in paths])
-        found.append(Packing(paths, functools.partial(lay_side_by_side, num_summed=num_summed, in_blocks=in_blocks)))
+        only_multiplied = all([alone.pop(path, None) for path in paths])
+        in_blocks = functools.partial(pack_matrices, num_summed=num_summed) if only_multiplied else _stay_plain
+        found.append(Packing(paths, in_blocks, num_summed))
     return [*found, *alone.values()]
 
 
@@ -69,6 +79,10 @@ def _only_multiplied(model: Trainable, stored: set[str]) -> Iterator[tuple[str, 
             if matrix.kind in ("linear", "head") and "embed" in axes[leaf.path] and path in stored and not is_read:
                 given = tuple(leaf.dims.index(name) for name in leaf.letters("given"))
                 yield path, Packing((path,), functools.partial(_pack_one, given=given, keep=matrix.kind == "head"))
+
+
+def _stay_plain(weights: Sequence[Tensor]) -> None:
+    """Nothing is packed."""
 
 
 def _pack_one(weights: Sequence[Tensor], *, given: tuple[int, ...], keep: bool) -> Sequence[Tensor]:

@@ -179,17 +179,18 @@ class ProgramRunner:
         read = tree.paths(self.model.without_multi_token().abstract_params)
         given = {path: tree.get(params, path) for path in read}
         leaves = program.init_state(given, _rank(program.mesh)).leaves
-        return State(self._packed({path: leaf.to(self.device) for path, leaf in leaves.items()}))
+        return State(self._packed({path: leaf.to(self.device) for path, leaf in leaves.items()}, stay=True))
 
     @functools.cached_property
     def _packings(self) -> list[Packing]:
         program = self.programs[self.counts[0]]
         return packings(self.model, program, _rank(program.mesh)) if self.device.type == "cpu" else []
 
-    def _packed(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _packed(self, leaves: Mapping[str, Tensor], *, stay: bool) -> dict[str, Tensor]:
+        """stay: that others do not come by `load`."""
         packed = dict(leaves)
         for packing in self._packings:
-            packed |= packing(leaves)
+            packed |= packing(leaves, stay=stay)
         return packed
 
     def load(self, params: Mapping[str, Tensor]) -> None:
@@ -197,7 +198,7 @@ class ProgramRunner:
         held = {path: leaf for path, leaf in self.state.leaves.items() if path.startswith(_PARAMS)}
         given = {f"{_PARAMS}{path}": leaf.detach() for path, leaf in params.items()}
         check_params(held, {path: leaf for path, leaf in given.items() if not path.startswith(f"{_PARAMS}mtp.")})
-        new = self._packed({path: leaf for path, leaf in given.items() if path in held})
+        new = self._packed({path: leaf for path, leaf in given.items() if path in held}, stay=False)
         self.state = State(self.state.leaves | new, self.state.step)
         if self._execution == "cuda_graph":  # what was recorded reads the parameters where they were
             self._runs = {count: self._bound(program) for count, program in self.programs.items()}

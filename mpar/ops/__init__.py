@@ -18,7 +18,7 @@ from mpar.ops._mlp_tiled import Activation, mlp_tiled
 from mpar.ops._newton_schulz import newton_schulz
 from mpar.ops._nf4 import NF4_BLOCK, NF4_CODES, Nf4, dequantise_nf4, nf4_scale_codes, nf4_shapes, quantise_nf4
 from mpar.ops._overwrite import overwrite
-from mpar.ops._packed_matrix import PackedMatrix, pack_matrix
+from mpar.ops._packed_matrix import PackedMatrix, pack_matrices, pack_matrix
 from mpar.ops._quantise_fp8 import (
     FP8_MAX,
     FP8_SIDE,
@@ -159,6 +159,7 @@ __all__ = [
     "nf4_shapes",
     "of_rows",
     "overwrite",
+    "pack_matrices",
     "pack_matrix",
     "paged_attention",
     "parse_sharding",

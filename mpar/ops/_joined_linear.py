@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpar.errors import DtypeError, ShapeError
 from mpar.op_shape import MatmulShape
-from mpar.ops._packed_matrix import PackedMatrix, pack_matrices
+from mpar.ops._packed_matrix import PackedMatrix
 from mpar.ops._product import product
 from mpar.ops.primitive import Cost, Primitive, ShardingRule
 from mpar.torch_private import storage_key
@@ -111,17 +111,12 @@ def _is_part(weight: Tensor, num_summed: int, stride: int) -> bool:
     )
 
 
-def lay_side_by_side(weights: Sequence[Tensor], num_summed: int, *, in_blocks: bool = False) -> list[Tensor]:
-    """Copies of weights that lie side by side. in_blocks: they may be packed, if torch multiplies blocks faster."""
-    packed = pack_matrices(weights, num_summed) if in_blocks else None
-    if packed is not None:
-        return packed
+def lay_side_by_side(weights: Sequence[Tensor], num_summed: int) -> list[Tensor]:
+    """Copies of weights that lie side by side."""
     matrix_IC = torch.cat([w.detach().flatten(num_summed).flatten(0, num_summed - 1) for w in weights], -1)
     parts = matrix_IC.split([_columns(w, num_summed) for w in weights], -1)
-    return [
-        part.unflatten(-1, w.shape[num_summed:]).unflatten(0, w.shape[:num_summed])
-        for part, w in zip(parts, weights, strict=True)
-    ]
+    shapes = [(w.shape[:num_summed], w.shape[num_summed:]) for w in weights]
+    return [part.unflatten(-1, columns).unflatten(0, rows) for part, (rows, columns) in zip(parts, shapes, strict=True)]
 
 
 def _columns(weight: Tensor, num_summed: int) -> int:
