@@ -10,7 +10,7 @@ from mpar.ops._einsum import einsum
 from mpar.ops._embedding import embedding
 from mpar.ops._geglu import geglu
 from mpar.ops._int8 import Int8, dequantise_int8, quantise_int8
-from mpar.ops._joined_linear import joined_linear, lay_side_by_side, lie_side_by_side, summed_dims, whole_product
+from mpar.ops._joined_linear import joined_linear, joined_product, lay_side_by_side, lie_side_by_side, summed_dims
 from mpar.ops._layer_norm import layer_norm
 from mpar.ops._linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from mpar.ops._linear_divergence import linear_divergence
@@ -143,6 +143,7 @@ __all__ = [
     "group_sizes",
     "grouped_matmul",
     "joined_linear",
+    "joined_product",
     "lay_side_by_side",
     "layer_norm",
     "lie_side_by_side",
@@ -188,7 +189,6 @@ __all__ = [
     "token_losses",
     "topk_router",
     "unpermute",
-    "whole_product",
     "widen",
     "write_rows",
 ]

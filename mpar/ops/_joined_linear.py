@@ -17,7 +17,7 @@ from mpar.ops._product import product
 from mpar.ops.primitive import Cost, Primitive, ShardingRule
 from mpar.torch_private import storage_key
 
-__all__ = ["joined_linear", "lay_side_by_side", "lie_side_by_side", "summed_dims", "whole_product"]
+__all__ = ["joined_linear", "joined_product", "lay_side_by_side", "lie_side_by_side", "summed_dims"]
 
 joined_linear_p = Primitive("joined_linear", "x, weights[] -> y", equation="str")
 
@@ -67,7 +67,7 @@ def _impl(x: Tensor, weights: list[Tensor], *, equation: str) -> Tensor:
     assert num_summed is not None
     columns = [_columns(w, num_summed) for w in weights]
     if lie_side_by_side(weights, num_summed):
-        return whole_product(x, weights[0], num_summed, sum(columns))
+        return joined_product(x, weights[0], num_summed, sum(columns))
     x_MI = _rows(x, num_summed)
     y = x.new_empty(x_MI.shape[0], sum(columns))
     for part, weight in zip(y.split(columns, -1), weights, strict=True):
@@ -75,11 +75,11 @@ def _impl(x: Tensor, weights: list[Tensor], *, equation: str) -> Tensor:
     return y.view(*x.shape[:-num_summed], -1)
 
 
-def whole_product(x: Tensor, first: Tensor, num_summed: int, columns: int) -> Tensor:
+def joined_product(x: Tensor, first: Tensor, num_summed: int, columns: int) -> Tensor:
     """The product of `x` with a matrix of so many columns, the first of which are the weight `first`."""
     x_MI = _rows(x, num_summed)
     if type(first) is PackedMatrix:
-        y = first.whole(x_MI)
+        y = first.product(x_MI)
     else:
         y = product(x_MI, first.as_strided((x_MI.shape[1], columns), (first.stride(num_summed - 1), 1)))
     return y.view(*x.shape[:-num_summed], columns)
@@ -93,7 +93,7 @@ def lie_side_by_side(weights: Sequence[Tensor], num_summed: int) -> bool:
     """Whether these are neighbouring columns of one matrix in memory, as `lay_side_by_side` makes them. First dims are rows."""
     first = weights[0]
     if type(first) is PackedMatrix:
-        return first.is_whole(weights)
+        return first.are_all_columns(weights)
     stride, place, own = first.stride(num_summed - 1), first.storage_offset(), storage_key(first)
     for weight in weights:
         if weight.storage_offset() != place or storage_key(weight) != own or not _is_part(weight, num_summed, stride):

@@ -65,18 +65,18 @@ class PackedMatrix(Tensor):
         if plan is None:
             return None
         num_rows_dims, columns = plan
-        y = self.whole(a.reshape(-1, self.blocks.shape[1]))
+        y = self.product(a.reshape(-1, self.blocks.shape[1]))
         y = y if self.columns is None else y[:, self.columns]
         return y.reshape(*a.shape[:num_rows_dims], *columns)
 
-    def whole(self, rows: Tensor) -> Tensor:
+    def product(self, rows: Tensor) -> Tensor:
         """The product of rows (R, inner) with all blocks."""
         missing = _FEWEST_ROWS - rows.shape[0]
         if missing <= 0:
             return onednn_linear(rows, self.blocks)
         return onednn_linear(pad(rows, (0, 0, 0, missing)), self.blocks)[: rows.shape[0]]
 
-    def is_whole(self, parts: Sequence[Tensor]) -> bool:
+    def are_all_columns(self, parts: Sequence[Tensor]) -> bool:
         """Whether `parts` are all columns of its blocks, in their order."""
         place = 0
         for part in parts:

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from mpar.kernels import REFERENCE, implementation
-from mpar.ops import PRIMITIVES, PackedMatrix, Primitive, lie_side_by_side, whole_product
+from mpar.ops import PRIMITIVES, PackedMatrix, Primitive, joined_product, lie_side_by_side
 from mpar.runtime.comm import Comm
 from mpar.torch_private import inductor_compile, pytree, split_graph
 
@@ -223,7 +223,7 @@ def _multiply_as_one(first: fx.Node, num_summed: int, columns: int) -> None:
     joined = for_inductor("joined_linear")
     for node in list(first.users):
         if node.target == joined and node.args[1][0] is first:  # type: ignore[index]
-            node.target, node.args, node.kwargs = whole_product, (node.args[0], first, num_summed, columns), {}
+            node.target, node.args, node.kwargs = joined_product, (node.args[0], first, num_summed, columns), {}
 
 
 def _parts(graph: fx.Graph) -> dict[str, int]:
