@@ -23,7 +23,7 @@ class Packing:
     """Parameters that are packed together, by their paths in the state.
 
     in_blocks:  the function that packs them, and gives None where it cannot.
-    num_summed: how many of the first dims of each products sum over, which may be joined; None for one matrix.
+    num_summed: of matrices whose products are joined, how many of the first dims of each are summed; None for one matrix.
     """
 
     paths: tuple[str, ...]
@@ -51,7 +51,7 @@ def packings(model: Trainable, program: Program, rank: int) -> list[Packing]:
     stored = {leaf.value: leaf.path for leaf in part.state_in if leaf.value not in moved}
     alone = dict(_only_multiplied(model, set(stored.values())))
     found = []
-    for paths, num_summed in _neighbours(program, rank, stored):
+    for paths, num_summed in dict.fromkeys(_neighbours(program, rank, stored)):  # several instructions may read the same
         only_multiplied = all([alone.pop(path, None) for path in paths])
         in_blocks = functools.partial(pack_matrices, num_summed=num_summed) if only_multiplied else _stay_plain
         found.append(Packing(paths, in_blocks, num_summed))

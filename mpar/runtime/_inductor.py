@@ -26,6 +26,7 @@ from mpar.torch_private import inductor_compile, pytree, split_graph
 __all__ = ["Neighbours", "apart", "compiled", "for_inductor"]
 
 Neighbours = Sequence[tuple[Sequence[int], int]]
+"""Groups of operands that may lie side by side, as `Kind.neighbours` has them."""
 Code = Callable[[list[Tensor], Comm], tuple[Tensor, ...]]
 _LIBRARY = torch.library.Library("mpar_kernels", "DEF")
 _FUNCTIONS: dict[object, Callable[..., object]] = {}

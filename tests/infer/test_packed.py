@@ -6,10 +6,10 @@ import dataclasses
 import pytest
 import torch
 
-from mpar import adapters
+from mpar import adapters, tree
 from mpar.adapters import LoRA
 from mpar.infer.compile import ProgramRunner
-from mpar.ops import PackedMatrix, _packed_matrix
+from mpar.ops import PackedMatrix, _packed_matrix, lie_side_by_side
 from mpar.runtime import _inductor
 from tests.infer.banks import LORAS, bank_params
 from tests.infer.test_adapters import SIZES, answers, make, mixed
@@ -87,3 +87,27 @@ def test_compiled_code_multiplies_with_packed_matrices(packing, monkeypatch, kin
         for (tokens, logits), (tokens_without, logits_without) in zip(found, expected, strict=True):
             assert tokens == tokens_without
             assert (logits.log_softmax(-1) - logits_without.log_softmax(-1)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("execution", ["eager", pytest.param("inductor", marks=pytest.mark.full("compiles code"))])
+def test_plain_matrices_lie_side_by_side_if_they_stay(execution):
+    """Those that a runner is given first; those of a training, which come by `load`, are read where they are. Answers are equal."""
+    model, params, _ = make("llama", torch.float32)
+    prompts = [([1, 5, 2], None)]
+    runner = ProgramRunner(model, params, SIZES, execution=execution)
+    q, k, v, gate, up = weights_of(runner)
+    assert lie_side_by_side([q, k, v], 1) and lie_side_by_side([gate, up], 1)
+    ((tokens, logits),) = answers(runner, prompts)
+    given = dict(tree.leaves_with_path(params))
+    runner.load(given)
+    q, k, v, gate, up = weights_of(runner)
+    assert q.data_ptr() == given["layers.0.attention.q_DNH"].data_ptr() and not lie_side_by_side([q, k, v], 1)
+    ((apart, logits_apart),) = answers(runner, prompts)
+    assert apart == tokens and (logits - logits_apart).abs().max() < 1e-4
+
+
+def weights_of(runner):
+    """The matrices of the first layer that are multiplied with the same features."""
+    attention, mlp = ("q_DNH", "k_DKH", "v_DKH"), ("gate_DF", "up_DF")
+    names = [*(f"attention.{name}" for name in attention), *(f"mlp.{name}" for name in mlp)]
+    return [runner.state.leaves[f"params.layers.0.{name}"] for name in names]

@@ -103,7 +103,7 @@ def _matrix_DV(params: tuple) -> Tensor:
 
 
 def all_have_logits(tokens_BT: Tensor, last_BR: Tensor) -> bool:
-    """Whether `last_logits` multiplies every token: they are fewer than the rows, and of one group."""
+    """Whether `last_logits` computes the logits of every token: of one group of rows, if it has fewer tokens than rows."""
     return tokens_BT.shape[0] == 1 and tokens_BT.shape[1] < last_BR.shape[1]
 
 
