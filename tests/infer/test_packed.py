@@ -91,18 +91,18 @@ def test_compiled_code_multiplies_with_packed_matrices(packing, monkeypatch, kin
 
 @pytest.mark.parametrize("execution", ["eager", pytest.param("inductor", marks=pytest.mark.full("compiles code"))])
 def test_plain_matrices_lie_side_by_side_if_they_stay(execution):
-    """Those that a runner is given first; those of a training, which come by `load`, are read where they are. Answers are equal."""
+    """Those that a runner has from the start; those of a training, which come by `load`, are read where they are."""
     model, params, _ = make("llama", torch.float32)
     prompts = [([1, 5, 2], None)]
     runner = ProgramRunner(model, params, SIZES, execution=execution)
     q, k, v, gate, up = weights_of(runner)
     assert lie_side_by_side([q, k, v], 1) and lie_side_by_side([gate, up], 1)
-    ((tokens, logits),) = answers(runner, prompts)
+    ((tokens, logits),), _ = answers(runner, prompts)
     given = dict(tree.leaves_with_path(params))
     runner.load(given)
     q, k, v, gate, up = weights_of(runner)
     assert q.data_ptr() == given["layers.0.attention.q_DNH"].data_ptr() and not lie_side_by_side([q, k, v], 1)
-    ((apart, logits_apart),) = answers(runner, prompts)
+    ((apart, logits_apart),), _ = answers(runner, prompts)
     assert apart == tokens and (logits - logits_apart).abs().max() < 1e-4
 
 
