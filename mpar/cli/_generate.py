@@ -224,7 +224,7 @@ def _answer_all(
     compiled_s = notes.total_s - compiled_s
     elapsed_s = time.monotonic() - began - compiled_s
     counted = f"{len(answers):,} answers, {num_tokens:,} tokens in {elapsed_s:.1f} s: {num_tokens / elapsed_s:,.0f} tokens/s"
-    say_aside(counted + (f", and {compiled_s:.1f} s for compiling" if compiled_s >= 0.05 else ""))
+    say_aside(counted + (f", and {compiled_s:.1f} s for compiling" if compiled_s > 0 else ""))
 
 
 @contextlib.contextmanager
