@@ -1,0 +1,204 @@
+// Paged attention of a few tokens on a CPU: every token reads the keys and values of its row where they lie, in their pages.
+//
+// Tokens and blocks of heads are divided among threads. What a token gets is computed by one thread, in an order that depends on its
+// own row alone, so that it has the same bits whichever other tokens there are.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace {
+
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+constexpr int64_t WIDTH = 16, MOST_VECTORS = 64, BLOCK = 8;
+
+// Vectors of GCC and Clang, which are made of what the CPU has.
+typedef float Lanes __attribute__((vector_size(4 * WIDTH)));
+typedef float Half __attribute__((vector_size(2 * WIDTH)));
+typedef float Quarter __attribute__((vector_size(WIDTH)));
+typedef uint32_t WideBits __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t NarrowBits __attribute__((vector_size(2 * WIDTH)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline Lanes load(const float* x) {
+  Lanes y;
+  std::memcpy(&y, x, sizeof y);
+  return y;
+}
+
+inline Lanes load(const BFloat16* x) {
+  NarrowBits bits;
+  std::memcpy(&bits, x, sizeof bits);
+  return reinterpret_cast<Lanes>(__builtin_convertvector(bits, WideBits) << 16);
+}
+
+inline void store(Lanes x, float* y) { std::memcpy(y, &x, sizeof x); }
+
+// To the nearest, to the even one of two that are equally near.
+inline void store(Lanes x, BFloat16* y) {
+  WideBits bits = reinterpret_cast<WideBits>(x);
+  WideBits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  NarrowBits narrow = __builtin_convertvector(x == x ? rounded : rounded * 0 + 0x7fc0, NarrowBits);
+  std::memcpy(y, &narrow, sizeof narrow);
+}
+
+// By halves, so that no addition waits for the one before.
+inline float sum_of(Lanes x) {
+  Half low, high;
+  std::memcpy(&low, &x, sizeof low);
+  std::memcpy(&high, reinterpret_cast<const char*>(&x) + sizeof low, sizeof high);
+  low += high;
+  Quarter left, right;
+  std::memcpy(&left, &low, sizeof left);
+  std::memcpy(&right, reinterpret_cast<const char*>(&low) + sizeof left, sizeof right);
+  left += right;
+  return (left[0] + left[2]) + (left[1] + left[3]);
+}
+
+// exp(x) for x <= 0, with a relative error below 2e-7; 0 below the smallest normal number. x = n ln 2 + r, and exp(r) by its Taylor
+// series (|r| <= ln 2 / 2). A loop of it is vectorised, which one of std::exp is not.
+inline float exp_of(float x) {
+  float bounded = x > -88.1f ? x : -88.1f;
+  float n = std::nearbyint(bounded * 1.44269504f);
+  float r = std::fma(n, -1.42860677e-6f, std::fma(n, -0.693145752f, bounded));
+  float p = 1.0f / 5040;
+  p = std::fma(p, r, 1.0f / 720);
+  p = std::fma(p, r, 1.0f / 120);
+  p = std::fma(p, r, 1.0f / 24);
+  p = std::fma(p, r, 1.0f / 6);
+  p = std::fma(p, r, 0.5f);
+  p = std::fma(p, r, 1.0f);
+  p = std::fma(p, r, 1.0f);
+  int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return x == x ? p * scale : x;
+}
+
+// Sizes and parameters of a call. Numbers of elements: `q_distance` from token to token in q; `row_pages` from row to row in pages.
+struct Call {
+  int64_t tokens, q_distance, kv_heads, groups, size, places, row_pages, page_size, window;
+  float scale, soft_cap;
+};
+
+// The places of positions [first, end) of a row in runs of neighbours: fn(the first place, how many). Pages of other ranks are not
+// in the pools.
+template <typename Fn>
+void each_run(const Call& call, const int64_t* pages, int64_t first, int64_t end, Fn fn) {
+  for (int64_t position = first; position < end;) {
+    const int64_t page = pages[position / call.page_size], offset = position % call.page_size;
+    const int64_t count = std::min(call.page_size - offset, end - position);
+    if (page >= 0 && page < call.places / call.page_size) fn(page * call.page_size + offset, count);
+    position += count;
+  }
+}
+
+// Replaces scores by their exponentials behind the largest; returns the sum of these, and log(sum of exp(scores)).
+inline std::pair<float, float> softmax(float* scores, int64_t count, const float* sink) {
+  float top = sink ? *sink : NOTHING, total = 0;
+  for (int64_t i = 0; i < count; ++i) top = scores[i] > top || scores[i] != scores[i] ? scores[i] : top;
+#pragma omp simd reduction(+ : total)
+  for (int64_t i = 0; i < count; ++i) {
+    scores[i] = exp_of(scores[i] - top);
+    total += scores[i];
+  }
+  if (sink) total += exp_of(*sink - top);
+  return {total, top + std::log(total)};
+}
+
+// The results of `block` query heads of one head of keys, for a token that sees positions [first, end) of its row. VECTORS: of a
+// head; 0: as many as the call says.
+template <int64_t VECTORS, typename T>
+void attend(const Call& call, int64_t block, const T* q, const T* keys, const T* values, const int64_t* pages, int64_t first,
+            int64_t end, const float* sinks, T* out, float* lse) {
+  constexpr int64_t most = VECTORS ? VECTORS : MOST_VECTORS;
+  const int64_t vectors = VECTORS ? VECTORS : call.size / WIDTH, distance = call.kv_heads * call.size, length = end - first;
+  std::vector<float> buffer(block * length);
+  float* scores = buffer.data();
+  Lanes queries[BLOCK][most], sums[BLOCK][most], x[most];
+  for (int64_t head = 0; head < block; ++head)
+    for (int64_t j = 0; j < vectors; ++j) {
+      queries[head][j] = load(q + head * call.size + j * WIDTH) * call.scale;
+      sums[head][j] = Lanes{};
+    }
+  int64_t seen = 0;
+  each_run(call, pages, first, end, [&](int64_t place, int64_t count) {
+    for (const T* key = keys + place * distance; count--; key += distance, ++seen) {
+      for (int64_t j = 0; j < vectors; ++j) x[j] = load(key + j * WIDTH);
+      for (int64_t head = 0; head < block; ++head) {
+        Lanes dot = queries[head][0] * x[0];
+        for (int64_t j = 1; j < vectors; ++j) dot += queries[head][j] * x[j];
+        scores[head * length + seen] = sum_of(dot);
+      }
+    }
+  });
+  if (call.soft_cap > 0)
+    for (int64_t i = 0; i < block * length; ++i) scores[i] = call.soft_cap * std::tanh(scores[i] / call.soft_cap);
+  float totals[BLOCK];
+  for (int64_t head = 0; head < block; ++head)
+    std::tie(totals[head], lse[head]) = softmax(scores + head * length, seen, sinks ? sinks + head : nullptr);
+  each_run(call, pages, first, end, [&](int64_t place, int64_t count) {
+    for (const T* value = values + place * distance; count--; value += distance, ++scores) {
+      for (int64_t j = 0; j < vectors; ++j) x[j] = load(value + j * WIDTH);
+      for (int64_t head = 0; head < block; ++head)
+        for (int64_t j = 0; j < vectors; ++j) sums[head][j] += scores[head * length] * x[j];
+    }
+  });
+  for (int64_t head = 0; head < block; ++head) {
+    const bool sees = seen || sinks;
+    if (!sees) lse[head] = NOTHING;
+    for (int64_t j = 0; j < vectors; ++j)
+      store(sees ? sums[head][j] / totals[head] : Lanes{}, out + head * call.size + j * WIDTH);
+  }
+}
+
+template <int64_t VECTORS, typename T>
+void attend_all(const Call& call, const T* q, const T* keys, const T* values, const int64_t* rows, const int64_t* positions,
+                const int64_t* pages, const float* sinks, T* out, float* lse) {
+  const int64_t heads = call.kv_heads * call.groups, blocks = (call.groups + BLOCK - 1) / BLOCK;
+#pragma omp parallel for collapse(2) schedule(static)
+  for (int64_t token = 0; token < call.tokens; ++token) {
+    for (int64_t part = 0; part < call.kv_heads * blocks; ++part) {
+      const int64_t kv_head = part / blocks, start = part % blocks * BLOCK;
+      const int64_t head = kv_head * call.groups + start, result = token * heads + head;
+      const int64_t end = rows[token] < 0 ? 0 : positions[token] + 1;
+      const int64_t first = call.window > 0 ? std::max<int64_t>(0, end - call.window) : 0;
+      attend<VECTORS>(call, std::min(BLOCK, call.groups - start), q + token * call.q_distance + head * call.size,
+                      keys + kv_head * call.size, values + kv_head * call.size,
+                      pages + std::max<int64_t>(0, rows[token]) * call.row_pages, first, end,
+                      sinks && end ? sinks + head : nullptr, out + result * call.size, lse + result);
+    }
+  }
+}
+
+template <typename... Operands>
+void attend_in_vectors(const Call& call, Operands... operands) {
+  switch (call.size / WIDTH) {
+    case 2: return attend_all<2>(call, operands...);
+    case 4: return attend_all<4>(call, operands...);
+    case 8: return attend_all<8>(call, operands...);
+    default: return attend_all<0>(call, operands...);
+  }
+}
+
+}  // namespace
+
+extern "C" void paged_attention_float32(const Call* call, const float* q, const float* keys, const float* values,
+                                        const int64_t* rows, const int64_t* positions, const int64_t* pages,
+                                        const float* sinks, float* out, float* lse) {
+  attend_in_vectors(*call, q, keys, values, rows, positions, pages, sinks, out, lse);
+}
+
+extern "C" void paged_attention_bfloat16(const Call* call, const BFloat16* q, const BFloat16* keys, const BFloat16* values,
+                                         const int64_t* rows, const int64_t* positions, const int64_t* pages,
+                                         const float* sinks, BFloat16* out, float* lse) {
+  attend_in_vectors(*call, q, keys, values, rows, positions, pages, sinks, out, lse);
+}

@@ -1,0 +1,99 @@
+"""Paged attention in C++: against the primitive's meaning, of a token alone and among others, and calls that it leaves to torch."""
+
+import pytest
+import torch
+
+from mpar.kernels import _paged_attention_cpp, cpp_kernel, implementation
+from mpar.ops import PRIMITIVES
+from mpar.testing import TOLERANCES, assert_close, relative_error
+
+PAGE, ROWS, LONGEST = 4, 3, 5
+VARIANTS = ({}, {"window": 3}, {"soft_cap": 2.0}, {"sinks": True}, {"window": 6, "sinks": True, "soft_cap": 1.5}, {"shard": True})
+SHAPES = [(8, 4, 32), (14, 2, 64), (2, 2, 128), (9, 1, 48), (3, 3, 16)]
+"""Heads, heads of keys, and their size: that of vectors in registers or not, with blocks that are full or not."""
+
+
+def operands(heads, kv_heads, size, dtype, *, sinks=False, tokens=7, groups=2):
+    """q, k, v, rows, positions, pages, sinks: tokens of several rows, with padding; no two pages of a group are one."""
+    draw = torch.Generator().manual_seed(7)
+
+    def make(*shape):
+        return torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)
+
+    count = ROWS * LONGEST
+    q = make(groups, tokens, heads + 1, size)[:, :, 1:]  # a part of a wider tensor, as a joined product gives it
+    k, v = make(groups, count * PAGE, kv_heads, size), make(groups, count * PAGE, kv_heads, size)
+    rows = torch.randint(-1, ROWS, (groups, tokens), generator=draw)
+    positions = torch.randint(0, LONGEST * PAGE, (groups, tokens), generator=draw)
+    pages = torch.stack([torch.randperm(count, generator=draw).view(ROWS, LONGEST) for _ in range(groups)])
+    return [q, k, v, rows, positions, pages, make(heads) if sinks else None]
+
+
+def parameters(window=None, soft_cap=None, shard=False, sinks=False):
+    """The parameters of the primitive."""
+    return {"shard": shard, "page_size": PAGE, "window": window, "scale": 0.3, "soft_cap": soft_cap}
+
+
+@pytest.fixture
+def torch_is_not_asked(monkeypatch):
+    """The primitive's own implementation may not be called."""
+    monkeypatch.setattr(_paged_attention_cpp, "implementation", None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_matches_the_meaning(variant, shape, dtype, torch_is_not_asked):
+    """Results and log-sum-exps, with windows, caps, sinks, and pages that other ranks have; nothing for tokens of padding."""
+    given, params = operands(*shape, dtype, sinks="sinks" in variant), parameters(**variant)
+    if "shard" in variant:
+        given[5] -= 4
+    out, lse = cpp_kernel("paged_attention")(*given, **params)
+    wide = [x.double() if x is not None and x.is_floating_point() else x for x in given]
+    expected, expected_lse = PRIMITIVES["paged_attention"].meaning(*wide, **params)
+    assert (out.shape, out.dtype, lse.dtype) == (given[0].shape, dtype, torch.float32)
+    assert relative_error(out, expected) <= TOLERANCES[dtype]
+    assert_close(lse, expected_lse.float())
+
+
+def test_a_token_alone_has_the_same_bits(torch_is_not_asked):
+    """What a token gets depends on no other one of the call."""
+    given, run = operands(14, 2, 64, torch.float32), cpp_kernel("paged_attention")
+    together = run(*given, **parameters())
+    for token in range(7):
+        alone = list(given)
+        alone[3] = torch.full_like(given[3], -1)
+        alone[3][:, token] = given[3][:, token]
+        for one, all_of_them in zip(run(*alone, **parameters()), together, strict=True):
+            assert torch.equal(one[:, token], all_of_them[:, token])
+
+
+def test_numbers_that_are_none(torch_is_not_asked):
+    """A query that is no number gives no number; scores of minus infinity count for nothing."""
+    given = operands(3, 3, 16, torch.float32)
+    given[0][0, 0], given[3][0, 0], given[4][0, 0] = torch.nan, 1, 9
+    out, lse = cpp_kernel("paged_attention")(*given, **parameters())
+    assert out[0, 0].isnan().all() and lse[0, 0].isnan().all() and out[1].isfinite().all()
+    given = operands(3, 3, 16, torch.float32)
+    given[0] = given[0].abs()
+    given[1][:, ::2] = -torch.inf
+    expected = PRIMITIVES["paged_attention"].meaning(*given, **parameters())
+    for found, meant in zip(cpp_kernel("paged_attention")(*given, **parameters()), expected, strict=True):
+        torch.testing.assert_close(found, meant, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", ["many tokens", "float64", "a size that is no vector", "pools with gaps"])
+def test_torch_carries_out_what_it_does_not_support(case):
+    """The results are those of the primitive's own implementation, bit by bit."""
+    size, dtype = (20 if "size" in case else 32), (torch.float64 if case == "float64" else torch.float32)
+    given = operands(4, 2, size, dtype, tokens=17 if "many" in case else 7)
+    if "gaps" in case:
+        given[1] = torch.stack([given[1], given[1]], -1)[..., 0]
+    found = cpp_kernel("paged_attention")(*given, **parameters())
+    expected = implementation("paged_attention")(*given, **parameters())
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_other_primitives_have_no_kernel_in_cpp():
+    """Then Inductor compiles the primitive's own implementation."""
+    assert cpp_kernel("rms_norm") is None
