@@ -29,6 +29,7 @@ Neighbours = Sequence[tuple[Sequence[int], int]]
 """Groups of operands that may lie side by side, as `Kind.neighbours` has them."""
 Code = Callable[[list[Tensor], Comm], tuple[Tensor, ...]]
 _LIBRARY = torch.library.Library("mpar_kernels", "DEF")
+_strides = Tensor.stride
 _FUNCTIONS: dict[object, Callable[..., object]] = {}
 """What the ops of the library call, which a torch op does not do for tensors of other classes."""
 
@@ -167,7 +168,7 @@ def compiled(run: Code, neighbours: Neighbours = ()) -> Code:
 
     def call(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
         places = [_distance(args[i], args[group[0]]) for group, _ in neighbours for i in group[1:]]
-        key = (id(comm), *places, *map(type, args), *[x.stride() for x in args])  # shapes and dtypes are those of the program
+        key = (id(comm), *places, *map(type, args), *map(_strides, args))  # shapes and dtypes are those of the program
         if key not in functions:
             functions[key] = _compile(run, args, comm, neighbours)
         operands = tuple(args)
