@@ -4,7 +4,6 @@ Names that only the compiler needs are loaded when first used, so that a worker 
 """
 
 import contextlib
-import ctypes
 import functools
 import importlib
 import logging
@@ -20,7 +19,6 @@ from mpar.errors import ConfigError
 __all__ = [
     "apart_from_the_trace",
     "checkpoint_disabled",
-    "compile_cpp",
     "control_flow_called",
     "current_autograd_node",
     "data_checks",
@@ -160,16 +158,6 @@ def has_cpp_compiler() -> bool:
     return True
 
 
-def compile_cpp(source: str) -> ctypes.CDLL:
-    """The functions of a C++ source, compiled for this CPU, with OpenMP, as Inductor compiles its own; its cache keeps them.
-
-    Raises ConfigError with what the compiler says if that fails.
-    """
-    cache: Any = importlib.import_module("torch._inductor.codecache")
-    with _named_compiler_errors():
-        return cache.CppCodeCache.load(source, extra_flags=["-ftree-loop-vectorize", "-ffp-contract=fast"])
-
-
 def inductor_compile(graph: torch.nn.Module, operands: Sequence[torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
     """A graph of torch's ops as a function that Inductor has compiled for operands with the shapes, strides and dtypes of these.
 
@@ -178,18 +166,12 @@ def inductor_compile(graph: torch.nn.Module, operands: Sequence[torch.Tensor]) -
     """
     compiler: Any = importlib.import_module("torch._inductor")
     config: Any = importlib.import_module("torch._inductor.config")
-    with _named_compiler_errors(), config.patch(size_asserts=False, alignment_asserts=False):
-        return compiler.standalone_compile(graph, list(operands), dynamic_shapes="from_example_inputs")
-
-
-@contextlib.contextmanager
-def _named_compiler_errors() -> Iterator[None]:
-    """Inside, an error of the C++ compiler is raised as a ConfigError that shows the end of what it says."""
     errors: Any = importlib.import_module("torch._inductor.exc")
     try:
-        yield
-    except (errors.InductorError, errors.CppCompileError) as error:
-        failed = getattr(error, "inner_exception", error)
+        with config.patch(size_asserts=False, alignment_asserts=False):
+            return compiler.standalone_compile(graph, list(operands), dynamic_shapes="from_example_inputs")
+    except errors.InductorError as error:
+        failed = error.inner_exception
         if not isinstance(failed, errors.CppCompileError):
             raise
         said = "\n  ".join(failed.output.strip().splitlines()[-_COMPILER_LINES:])

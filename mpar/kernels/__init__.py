@@ -2,7 +2,6 @@
 
 from mpar.kernels._arch import ARCHITECTURES, Architecture
 from mpar.kernels._catalogue import CATALOGUE, REFERENCE_WORKSPACE, Implementation
-from mpar.kernels._cpp import cpp_kernel
 from mpar.kernels._choose import KERNELS, REFERENCE, Kernels, choose, implementation, kernels_for
 from mpar.kernels._eager import install
 from mpar.kernels._own import check_kernels, def_kernel
@@ -18,7 +17,6 @@ __all__ = [
     "Kernels",
     "check_kernels",
     "choose",
-    "cpp_kernel",
     "def_kernel",
     "implementation",
     "kernels_for",

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from mpar.kernels import REFERENCE, cpp_kernel, implementation
+from mpar.kernels import REFERENCE, implementation
 from mpar.ops import PRIMITIVES, PackedMatrix, Primitive, joined_product, lie_side_by_side
 from mpar.runtime.comm import Comm
 from mpar.torch_private import inductor_compile, pytree, split_graph
@@ -37,8 +37,7 @@ _FUNCTIONS: dict[object, Callable[..., object]] = {}
 @functools.cache
 def for_inductor(primitive: str, name: str = REFERENCE) -> Callable[..., object]:
     """What code that Inductor compiles calls for the implementation `name` of `primitive`: a torch op of its own."""
-    declared, op = PRIMITIVES[primitive], f"{primitive}_{name}"
-    run = (cpp_kernel(primitive) if name == REFERENCE else None) or implementation(primitive, name)
+    declared, op, run = PRIMITIVES[primitive], f"{primitive}_{name}", implementation(primitive, name)
     schema = str(declared.op._schema).removeprefix(f"mpar::{primitive}")
     if name == REFERENCE and not (declared.opaque or declared.asks_host):
         return _define(op, schema, run, "CompositeImplicitAutograd")  # torch traces what it calls

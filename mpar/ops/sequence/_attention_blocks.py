@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpar.torch_private import flash_attention_cpu, flash_attention_cpu_backward
+from mpar.ops.sequence._flash import flash, flash_backward
 
 __all__ = ["ROWS", "Block", "Masks", "backward", "blocks_of", "forward", "mask_rows", "visible"]
 
@@ -243,7 +243,7 @@ def _are_apart(blocks: Sequence[Block]) -> bool:
 def _one_forward(block: Block, q: Tensor, k: Tensor, v: Tensor, masks: Masks, scale: float) -> tuple[Tensor, Tensor]:
     seen, bias = _mask(block, q, k, masks)
     q, k, v = q[block.batch, :, block.rows], k[block.batch, :, block.keys], v[block.batch, :, block.keys]
-    out, lse = flash_attention_cpu(q, k, v, 0.0, block.aligned, attn_mask=bias, scale=scale)
+    out, lse = flash(q, k, v, block.aligned, bias, scale)
     if seen is not None:
         lse.masked_fill_(~seen.any(-1).unsqueeze(1), -torch.inf)
     return out, lse
@@ -268,7 +268,7 @@ def _one_backward(block: Block, dout, q, k, v, out, lse, masks: Masks, scale: fl
     _, bias = _mask(block, q, k, masks)
     dout, q, out, lse = (x[block.batch, :, block.rows] for x in (dout, q, out, lse))
     k, v = k[block.batch, :, block.keys], v[block.batch, :, block.keys]
-    return flash_attention_cpu_backward(dout, q, k, v, out, lse, 0.0, block.aligned, attn_mask=bias, scale=scale)
+    return flash_backward(dout, q, k, v, out, lse, block.aligned, bias, scale)
 
 
 def _heads_last_zeros(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,7 @@ from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.op_shape import AttentionShape
 from mpar.ops.primitive import Cost, Emitter, Primitive
 from mpar.ops.sequence._attention import attention_p, with_sinks
+from mpar.ops.sequence._few_tokens import few_tokens
 from mpar.torch_private import flash_attention_cpu
 
 __all__ = ["paged_attention"]
@@ -101,6 +102,10 @@ def _abstract(q, k, v, rows, positions, pages, sinks, *, shard, page_size, windo
 def _impl(q, k, v, rows, positions, pages, sinks, *, shard, page_size, window, scale, soft_cap):
     """`out`, and the log-sum-exp of the scores (B, T, N). shard: the pools lack pages, whose numbers are outside of theirs;
     tokens see only the pages that are there."""
+    params = {"page_size": page_size, "window": window, "scale": scale, "soft_cap": soft_cap}
+    found = few_tokens(q, k, v, rows, positions, pages, sinks, **params)
+    if found is not None:
+        return found
     how = _How(shard, page_size, window, scale, soft_cap, sinks)
     page = page_size * k.shape[2] * k.shape[3]
     at_once = 0 if shard else max(1, _GATHERED // page)

@@ -1,10 +1,10 @@
-"""Paged attention in C++: against the primitive's meaning, of a token alone and among others, and calls that it leaves to torch."""
+"""Paged attention of few tokens in C++: against the meaning, of a token alone and among others, and what it leaves to torch."""
 
 import pytest
 import torch
 
-from mpar.kernels import _paged_attention_cpp, cpp_kernel, implementation
 from mpar.ops import PRIMITIVES
+from mpar.ops.sequence._few_tokens import few_tokens
 from mpar.testing import TOLERANCES, assert_close, relative_error
 
 PAGE, ROWS, LONGEST = 4, 3, 5
@@ -29,36 +29,35 @@ def operands(heads, kv_heads, size, dtype, *, sinks=False, tokens=7, groups=2):
     return [q, k, v, rows, positions, pages, make(heads) if sinks else None]
 
 
-def parameters(window=None, soft_cap=None, shard=False, sinks=False):
-    """The parameters of the primitive."""
-    return {"shard": shard, "page_size": PAGE, "window": window, "scale": 0.3, "soft_cap": soft_cap}
+def parameters(window=None, soft_cap=None, **_):
+    """The parameters of a call."""
+    return {"page_size": PAGE, "window": window, "scale": 0.3, "soft_cap": soft_cap}
 
 
-@pytest.fixture
-def torch_is_not_asked(monkeypatch):
-    """The primitive's own implementation may not be called."""
-    monkeypatch.setattr(_paged_attention_cpp, "implementation", None)
+def meaning(given, *, shard=False, **params):
+    """What the primitive means, by torch: in float64, which C++ does not compute."""
+    wide = [x.double() if x is not None and x.is_floating_point() else x for x in given]
+    return PRIMITIVES["paged_attention"].meaning(*wide, shard=shard, **params)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_matches_the_meaning(variant, shape, dtype, torch_is_not_asked):
+def test_matches_the_meaning(variant, shape, dtype):
     """Results and log-sum-exps, with windows, caps, sinks, and pages that other ranks have; nothing for tokens of padding."""
     given, params = operands(*shape, dtype, sinks="sinks" in variant), parameters(**variant)
     if "shard" in variant:
         given[5] -= 4
-    out, lse = cpp_kernel("paged_attention")(*given, **params)
-    wide = [x.double() if x is not None and x.is_floating_point() else x for x in given]
-    expected, expected_lse = PRIMITIVES["paged_attention"].meaning(*wide, **params)
+    out, lse = few_tokens(*given, **params)
+    expected, expected_lse = meaning(given, shard="shard" in variant, **params)
     assert (out.shape, out.dtype, lse.dtype) == (given[0].shape, dtype, torch.float32)
     assert relative_error(out, expected) <= TOLERANCES[dtype]
     assert_close(lse, expected_lse.float())
 
 
-def test_a_token_alone_has_the_same_bits(torch_is_not_asked):
+def test_a_token_alone_has_the_same_bits():
     """What a token gets depends on no other one of the call."""
-    given, run = operands(14, 2, 64, torch.float32), cpp_kernel("paged_attention")
+    given, run = operands(14, 2, 64, torch.float32), few_tokens
     together = run(*given, **parameters())
     for token in range(7):
         alone = list(given)
@@ -68,32 +67,26 @@ def test_a_token_alone_has_the_same_bits(torch_is_not_asked):
             assert torch.equal(one[:, token], all_of_them[:, token])
 
 
-def test_numbers_that_are_none(torch_is_not_asked):
+def test_numbers_that_are_none():
     """A query that is no number gives no number; scores of minus infinity count for nothing."""
     given = operands(3, 3, 16, torch.float32)
     given[0][0, 0], given[3][0, 0], given[4][0, 0] = torch.nan, 1, 9
-    out, lse = cpp_kernel("paged_attention")(*given, **parameters())
+    out, lse = few_tokens(*given, **parameters())
     assert out[0, 0].isnan().all() and lse[0, 0].isnan().all() and out[1].isfinite().all()
     given = operands(3, 3, 16, torch.float32)
     given[0] = given[0].abs()
     given[1][:, ::2] = -torch.inf
-    expected = PRIMITIVES["paged_attention"].meaning(*given, **parameters())
-    for found, meant in zip(cpp_kernel("paged_attention")(*given, **parameters()), expected, strict=True):
-        torch.testing.assert_close(found, meant, equal_nan=True)
+    for found, meant in zip(few_tokens(*given, **parameters()), meaning(given, **parameters()), strict=True):
+        torch.testing.assert_close(found, meant.float(), equal_nan=True)
 
 
 @pytest.mark.parametrize("case", ["many tokens", "float64", "a size that is no vector", "pools with gaps"])
-def test_torch_carries_out_what_it_does_not_support(case):
-    """The results are those of the primitive's own implementation, bit by bit."""
+def test_what_it_leaves_to_torch(case):
+    """The primitive's own implementation asks first, and then does these itself."""
     size, dtype = (20 if "size" in case else 32), (torch.float64 if case == "float64" else torch.float32)
     given = operands(4, 2, size, dtype, tokens=17 if "many" in case else 7)
     if "gaps" in case:
         given[1] = torch.stack([given[1], given[1]], -1)[..., 0]
-    found = cpp_kernel("paged_attention")(*given, **parameters())
-    expected = implementation("paged_attention")(*given, **parameters())
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_other_primitives_have_no_kernel_in_cpp():
-    """Then Inductor compiles the primitive's own implementation."""
-    assert cpp_kernel("rms_norm") is None
+    assert few_tokens(*given, **parameters()) is None
+    out, _ = PRIMITIVES["paged_attention"].impl(*given, shard=False, **parameters())
+    assert_close(out, meaning(given, **parameters())[0].to(dtype))

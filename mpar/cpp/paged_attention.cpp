@@ -3,85 +3,13 @@
 // Tokens and blocks of heads are divided among threads. What a token gets is computed by one thread, in an order that depends on its
 // own row alone, so that it has the same bits whichever other tokens there are.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
 #include <tuple>
-#include <utility>
-#include <vector>
+
+#include "vectors.h"
 
 namespace {
 
-constexpr float NOTHING = -std::numeric_limits<float>::infinity();
-constexpr int64_t WIDTH = 16, MOST_VECTORS = 64, BLOCK = 8;
-
-// Vectors of GCC and Clang, which are made of what the CPU has.
-typedef float Lanes __attribute__((vector_size(4 * WIDTH)));
-typedef float Half __attribute__((vector_size(2 * WIDTH)));
-typedef float Quarter __attribute__((vector_size(WIDTH)));
-typedef uint32_t WideBits __attribute__((vector_size(4 * WIDTH)));
-typedef uint16_t NarrowBits __attribute__((vector_size(2 * WIDTH)));
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-inline Lanes load(const float* x) {
-  Lanes y;
-  std::memcpy(&y, x, sizeof y);
-  return y;
-}
-
-inline Lanes load(const BFloat16* x) {
-  NarrowBits bits;
-  std::memcpy(&bits, x, sizeof bits);
-  return reinterpret_cast<Lanes>(__builtin_convertvector(bits, WideBits) << 16);
-}
-
-inline void store(Lanes x, float* y) { std::memcpy(y, &x, sizeof x); }
-
-// To the nearest, to the even one of two that are equally near.
-inline void store(Lanes x, BFloat16* y) {
-  WideBits bits = reinterpret_cast<WideBits>(x);
-  WideBits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  NarrowBits narrow = __builtin_convertvector(x == x ? rounded : rounded * 0 + 0x7fc0, NarrowBits);
-  std::memcpy(y, &narrow, sizeof narrow);
-}
-
-// By halves, so that no addition waits for the one before.
-inline float sum_of(Lanes x) {
-  Half low, high;
-  std::memcpy(&low, &x, sizeof low);
-  std::memcpy(&high, reinterpret_cast<const char*>(&x) + sizeof low, sizeof high);
-  low += high;
-  Quarter left, right;
-  std::memcpy(&left, &low, sizeof left);
-  std::memcpy(&right, reinterpret_cast<const char*>(&low) + sizeof left, sizeof right);
-  left += right;
-  return (left[0] + left[2]) + (left[1] + left[3]);
-}
-
-// exp(x) for x <= 0, with a relative error below 2e-7; 0 below the smallest normal number. x = n ln 2 + r, and exp(r) by its Taylor
-// series (|r| <= ln 2 / 2). A loop of it is vectorised, which one of std::exp is not.
-inline float exp_of(float x) {
-  float bounded = x > -88.1f ? x : -88.1f;
-  float n = std::nearbyint(bounded * 1.44269504f);
-  float r = std::fma(n, -1.42860677e-6f, std::fma(n, -0.693145752f, bounded));
-  float p = 1.0f / 5040;
-  p = std::fma(p, r, 1.0f / 720);
-  p = std::fma(p, r, 1.0f / 120);
-  p = std::fma(p, r, 1.0f / 24);
-  p = std::fma(p, r, 1.0f / 6);
-  p = std::fma(p, r, 0.5f);
-  p = std::fma(p, r, 1.0f);
-  p = std::fma(p, r, 1.0f);
-  int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, sizeof scale);
-  return x == x ? p * scale : x;
-}
+constexpr int64_t MOST_VECTORS = 64, BLOCK = 8;
 
 // Sizes and parameters of a call. Numbers of elements: `q_distance` from token to token in q; `row_pages` from row to row in pages.
 struct Call {
@@ -104,7 +32,7 @@ void each_run(const Call& call, const int64_t* pages, int64_t first, int64_t end
 // Replaces scores by their exponentials behind the largest; returns the sum of these, and log(sum of exp(scores)).
 inline std::pair<float, float> softmax(float* scores, int64_t count, const float* sink) {
   float top = sink ? *sink : NOTHING, total = 0;
-  for (int64_t i = 0; i < count; ++i) top = scores[i] > top || scores[i] != scores[i] ? scores[i] : top;
+  for (int64_t i = 0; i < count; ++i) top = larger(scores[i], top);
 #pragma omp simd reduction(+ : total)
   for (int64_t i = 0; i < count; ++i) {
     scores[i] = exp_of(scores[i] - top);

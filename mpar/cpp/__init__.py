@@ -1,0 +1,107 @@
+"""C++: kernels for a CPU, for what torch does slowly or in many calls. The first process that needs one compiles it."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from mpar.errors import ConfigError
+from mpar.kept_files import KeptFiles, NotUsableError
+from mpar.user_cache import user_cache
+
+__all__ = ["Address", "cpp_function", "cpp_structure"]
+
+Address = int | None
+"""Where a tensor or a structure lies in memory; None for one that is missing."""
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+_MOST_ENTRIES, _MOST_BYTES, _TIMEOUT_S = 32, 2**26, 300
+
+
+@functools.cache
+def cpp_function(library: str, function: str, num_operands: int) -> Callable[..., None] | None:
+    """A function of `library`.cpp, all operands of which are addresses.
+
+    None where it cannot be compiled or is not worth it: torch's ops do the same. That is so on a CPU without vectors of 512 bits,
+    without a C++ compiler (the one that CXX names, or g++), and, with a warning, if the compiler fails.
+    """
+    loaded = _library(library)
+    if loaded is None:
+        return None
+    found = getattr(loaded, function)
+    found.argtypes, found.restype = [ctypes.c_void_p] * num_operands, None
+    return cast(Callable[..., None], found)
+
+
+def cpp_structure(name: str, numbers: Sequence[str], floats: Sequence[str]) -> Callable[..., Any]:
+    """A class for a structure of int64 and, behind them, float members; `ctypes.addressof` gives the address of an object."""
+    fields = [*((field, ctypes.c_int64) for field in numbers), *((field, ctypes.c_float) for field in floats)]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+@functools.cache
+def _library(name: str) -> ctypes.CDLL | None:
+    compiler = shutil.which(os.environ.get("CXX") or "g++")
+    if compiler is None or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return None
+    sources = {each.name: each.read_bytes() for each in resources.files(__package__).iterdir() if each.name.endswith((".cpp", ".h"))}
+    try:
+        kept = KeptFiles(user_cache() / "cpp", ".so", _MOST_ENTRIES, _MOST_BYTES)
+    except ConfigError:  # this user has no folder for caches
+        kept = None
+    try:
+        return _loaded(name, _compiled_or_kept(name, sources, compiler, kept))
+    except (subprocess.SubprocessError, OSError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        warnings.warn(f"torch's ops run in place of mpar's C++ kernels: cannot compile {name}.cpp with {compiler}:\n{said}", stacklevel=2)
+        return None
+
+
+def _compiled_or_kept(name: str, sources: dict[str, bytes], compiler: str, kept: KeptFiles | None) -> bytes:
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_TIMEOUT_S).stdout
+    about = repr((name, sorted(sources.items()), compiler, version, _FLAGS, _cpu()))
+    key = hashlib.sha256(about.encode()).hexdigest()
+    if kept is not None:
+        with suppress(NotUsableError, OSError):
+            return kept.read(key)
+    content = _compiled(name, sources, compiler)
+    if kept is not None:
+        with suppress(NotUsableError, OSError):
+            kept.write(key, content)
+    return content
+
+
+def _compiled(name: str, sources: dict[str, bytes], compiler: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        for file, content in sources.items():
+            Path(folder, file).write_bytes(content)
+        command = [compiler, *_FLAGS, f"{name}.cpp", "-o", "made.so"]
+        subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
+        return Path(folder, "made.so").read_bytes()
+
+
+def _loaded(name: str, content: bytes) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"{name}.so")
+        path.write_bytes(content)
+        return ctypes.CDLL(str(path))
+
+
+def _cpu() -> str:
+    """What code for this CPU depends on: a folder for caches may be of several machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))}))

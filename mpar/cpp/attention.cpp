@@ -1,0 +1,229 @@
+// Attention of float32 on a CPU with AVX-512, forward and backward: by tiles of queries and keys that stay in the caches (Dao et al.
+// 2022, arXiv:2205.14135). Products of tiles are made of sums of 8 rows by 2 vectors, which stay in registers.
+//
+// Each sum is computed by one thread, in an order that depends on shapes alone.
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int64_t TILE = 64;  // queries, and keys, of a tile
+
+// The distances in memory from one row of a batch, one head and one position to the next; features are neighbours.
+struct Layout {
+  int64_t batch, head, row;
+};
+
+// Query heads `groups * n` to `groups * (n + 1)` have the head n of keys. causal: query i sees keys 0 to i. bias_batch: from one row of
+// the batch to the next in a bias (batch or 1, 1, queries, keys) that is added to the scores; the bias may be missing.
+struct Call {
+  int64_t batch, kv_heads, groups, queries, keys, size, causal, bias_batch, parts;
+  Layout q, k, v, out, dout, dq, dk, dv;
+  float scale;
+};
+
+// c[r] (+)= sum over i of a[r, i] b[i], for rows r of VECTORS vectors.
+template <int ROWS, int VECTORS>
+inline void multiply_rows(int64_t inner, const float* a, int64_t a_row, int64_t a_inner, const float* b, int64_t b_row, float* c,
+                          int64_t c_row, bool add) {
+  Lanes sums[ROWS][VECTORS];
+  for (int r = 0; r < ROWS; ++r)
+    for (int j = 0; j < VECTORS; ++j) sums[r][j] = add ? load(c + r * c_row + j * WIDTH) : Lanes{};
+  for (int64_t i = 0; i < inner; ++i, b += b_row) {
+    Lanes x[VECTORS];
+    for (int j = 0; j < VECTORS; ++j) x[j] = load(b + j * WIDTH);
+    for (int r = 0; r < ROWS; ++r) {
+      const float factor = a[r * a_row + i * a_inner];
+      for (int j = 0; j < VECTORS; ++j) sums[r][j] += factor * x[j];
+    }
+  }
+  for (int r = 0; r < ROWS; ++r)
+    for (int j = 0; j < VECTORS; ++j) store(sums[r][j], c + r * c_row + j * WIDTH);
+}
+
+// The same for any number of rows and of columns; these are whole vectors.
+template <int VECTORS>
+inline void multiply_columns(int64_t rows, int64_t inner, const float* a, int64_t a_row, int64_t a_inner, const float* b,
+                             int64_t b_row, float* c, int64_t c_row, bool add) {
+  int64_t r = 0;
+  for (; r + 8 <= rows; r += 8) multiply_rows<8, VECTORS>(inner, a + r * a_row, a_row, a_inner, b, b_row, c + r * c_row, c_row, add);
+  for (; r < rows; ++r) multiply_rows<1, VECTORS>(inner, a + r * a_row, a_row, a_inner, b, b_row, c + r * c_row, c_row, add);
+}
+
+void multiply(int64_t rows, int64_t columns, int64_t inner, const float* a, int64_t a_row, int64_t a_inner, const float* b,
+              int64_t b_row, float* c, int64_t c_row, bool add) {
+  int64_t j = 0;
+  for (; j + 2 * WIDTH <= columns; j += 2 * WIDTH)
+    multiply_columns<2>(rows, inner, a, a_row, a_inner, b + j, b_row, c + j, c_row, add);
+  if (j < columns) multiply_columns<1>(rows, inner, a, a_row, a_inner, b + j, b_row, c + j, c_row, add);
+}
+
+// Columns are rows: to[h][i] = from[i][h], with zeros for the positions that are missing to whole tiles.
+void transpose(int64_t rows, int64_t size, const float* from, int64_t from_row, float* to, int64_t padded) {
+  for (int64_t h = 0; h < size; ++h) {
+    for (int64_t i = 0; i < rows; ++i) to[h * padded + i] = from[i * from_row + h];
+    std::fill(to + h * padded + rows, to + (h + 1) * padded, 0.0f);
+  }
+}
+
+int64_t in_tiles(int64_t count) { return (count + TILE - 1) / TILE * TILE; }
+
+// The scores of a tile, with -inf for what is hidden. `first_q`, `first_k`: the first query and key of the tile.
+void score(const Call& call, const float* q, const float* keys_by_size, int64_t padded, const float* bias, int64_t first_q,
+           int64_t first_k, int64_t rows, float* scores) {
+  multiply(rows, TILE, call.size, q + first_q * call.q.row, call.q.row, 1, keys_by_size + first_k, padded, scores, TILE, false);
+  const int64_t most = std::min(TILE, call.keys - first_k);
+  for (int64_t i = 0; i < rows; ++i) {
+    float* row = scores + i * TILE;
+    const int64_t seen = call.causal ? std::clamp<int64_t>(first_q + i + 1 - first_k, 0, most) : most;
+#pragma omp simd
+    for (int64_t j = 0; j < TILE; ++j) row[j] *= call.scale;
+    if (bias) {
+      const float* added = bias + (first_q + i) * call.keys + first_k;
+#pragma omp simd
+      for (int64_t j = 0; j < most; ++j) row[j] += added[j];
+    }
+    std::fill(row + seen, row + TILE, NOTHING);
+  }
+}
+
+inline float largest(const float* row) {
+  Lanes top = load(row);
+  for (int64_t j = WIDTH; j < TILE; j += WIDTH) top = larger(load(row + j), top);
+  return largest_of(top);
+}
+
+// row[j] = exp(row[j] - top), and the sum of these, where a `top` of -inf stands for a row that sees nothing so far.
+inline float exponentials(float* row, float top) {
+  const float level = top == NOTHING ? 0.0f : top;
+#pragma omp simd
+  for (int64_t j = 0; j < TILE; ++j) row[j] = exp_of(row[j] - level);
+  Lanes total = load(row);
+  for (int64_t j = WIDTH; j < TILE; j += WIDTH) total += load(row + j);
+  return sum_of(total);
+}
+
+// The results of a tile of queries of one head.
+void attend_tile(const Call& call, const float* q, const float* keys_by_size, int64_t padded, const float* values, const float* bias,
+                 int64_t first_q, float* out, float* lse) {
+  const int64_t rows = std::min(TILE, call.queries - first_q), end = call.causal ? std::min(call.keys, first_q + rows) : call.keys;
+  std::vector<float> buffer(TILE * (TILE + call.size));
+  float *scores = buffer.data(), *sums = scores + TILE * TILE;
+  float tops[TILE], found[TILE], kept[TILE], totals[TILE];
+  std::fill(tops, tops + TILE, NOTHING);
+  std::fill(found, found + TILE, NOTHING);
+  std::fill(totals, totals + TILE, 0.0f);
+  for (int64_t first_k = 0; first_k < end; first_k += TILE) {
+    score(call, q, keys_by_size, padded, bias, first_q, first_k, rows, scores);
+    for (int64_t i = 0; i < rows; ++i) found[i] = larger(largest(scores + i * TILE), tops[i]);
+#pragma omp simd
+    for (int64_t i = 0; i < TILE; ++i) {
+      kept[i] = tops[i] == NOTHING ? 0.0f : exp_of(tops[i] - found[i]);
+      tops[i] = found[i];
+    }
+    for (int64_t i = 0; i < rows; ++i) totals[i] = totals[i] * kept[i] + exponentials(scores + i * TILE, tops[i]);
+    for (int64_t i = 0; i < rows && first_k > 0; ++i)
+      for (int64_t h = 0; h < call.size; h += WIDTH) store(kept[i] * load(sums + i * call.size + h), sums + i * call.size + h);
+    const int64_t inner = std::min(TILE, end - first_k);
+    multiply(rows, call.size, inner, scores, TILE, 1, values + first_k * call.v.row, call.v.row, sums, call.size, first_k > 0);
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    const bool sees = totals[i] != 0;  // also where it is no number
+    const float share = sees ? 1 / totals[i] : 0.0f;
+    float* row = out + (first_q + i) * call.out.row;
+#pragma omp simd
+    for (int64_t h = 0; h < call.size; ++h) row[h] = sees ? sums[i * call.size + h] * share : 0.0f;
+    lse[first_q + i] = sees ? tops[i] + std::log(totals[i]) : NOTHING;
+  }
+}
+
+// The gradients of one head of keys, and of the query heads that have it.
+void attend_head_backward(const Call& call, int64_t b, int64_t kv_head, const float* dout_all, const float* q_all, const float* k,
+                          const float* v, const float* out_all, const float* lse_all, const float* bias, float* dq_all, float* dk,
+                          float* dv) {
+  const int64_t size = call.size, padded = in_tiles(call.keys);
+  std::vector<float> buffer(2 * padded * size + 2 * TILE * TILE + TILE);
+  float *keys_by_size = buffer.data(), *values_by_size = keys_by_size + padded * size;
+  float *shares = values_by_size + padded * size, *slopes = shares + TILE * TILE, *means = slopes + TILE * TILE;
+  transpose(call.keys, size, k, call.k.row, keys_by_size, padded);
+  transpose(call.keys, size, v, call.v.row, values_by_size, padded);
+  for (int64_t i = 0; i < call.keys; ++i) {
+    std::fill_n(dk + i * call.dk.row, size, 0.0f);
+    std::fill_n(dv + i * call.dv.row, size, 0.0f);
+  }
+  for (int64_t group = 0; group < call.groups; ++group) {
+    const int64_t head = kv_head * call.groups + group;
+    const float* q = q_all + b * call.q.batch + head * call.q.head;
+    const float* dout = dout_all + b * call.dout.batch + head * call.dout.head;
+    const float* out = out_all + b * call.out.batch + head * call.out.head;
+    const float* lse = lse_all + (b * call.kv_heads * call.groups + head) * call.queries;
+    float* dq = dq_all + b * call.dq.batch + head * call.dq.head;
+    for (int64_t first_q = 0; first_q < call.queries; first_q += TILE) {
+      const int64_t rows = std::min(TILE, call.queries - first_q);
+      const int64_t end = call.causal ? std::min(call.keys, first_q + rows) : call.keys;
+      const float* dout_tile = dout + first_q * call.dout.row;
+      const float* q_tile = q + first_q * call.q.row;
+      for (int64_t i = 0; i < rows; ++i) {
+        const float *x = dout_tile + i * call.dout.row, *y = out + (first_q + i) * call.out.row;
+        Lanes sum = load(x) * load(y);
+        for (int64_t h = WIDTH; h < size; h += WIDTH) sum += load(x + h) * load(y + h);
+        means[i] = sum_of(sum);
+      }
+      for (int64_t first_k = 0; first_k < end; first_k += TILE) {
+        const int64_t inner = std::min(TILE, end - first_k);
+        score(call, q, keys_by_size, padded, bias, first_q, first_k, rows, shares);
+        multiply(rows, TILE, size, dout_tile, call.dout.row, 1, values_by_size + first_k, padded, slopes, TILE, false);
+        for (int64_t i = 0; i < rows; ++i) {
+          float *share = shares + i * TILE, *slope = slopes + i * TILE;
+          const float level = lse[first_q + i] == NOTHING ? -NOTHING : lse[first_q + i], mean = means[i];
+#pragma omp simd
+          for (int64_t j = 0; j < TILE; ++j) {
+            share[j] = exp_of(share[j] - level);
+            slope[j] = share[j] * (slope[j] - mean) * call.scale;
+          }
+        }
+        multiply(inner, size, rows, shares, 1, TILE, dout_tile, call.dout.row, dv + first_k * call.dv.row, call.dv.row, true);
+        multiply(inner, size, rows, slopes, 1, TILE, q_tile, call.q.row, dk + first_k * call.dk.row, call.dk.row, true);
+        multiply(rows, size, inner, slopes, TILE, 1, k + first_k * call.k.row, call.k.row, dq + first_q * call.dq.row, call.dq.row,
+                 first_k > 0);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" void attention_forward(const Call* given, const float* q, const float* k, const float* v, const float* bias, float* out,
+                                  float* lse) {
+  const Call& call = *given;
+  const int64_t tiles = in_tiles(call.queries) / TILE, items = call.groups * tiles, padded = in_tiles(call.keys);
+#pragma omp parallel for collapse(3) schedule(dynamic)
+  for (int64_t b = 0; b < call.batch; ++b) {
+    for (int64_t kv_head = 0; kv_head < call.kv_heads; ++kv_head) {
+      for (int64_t part = 0; part < call.parts; ++part) {
+        std::vector<float> keys_by_size(padded * call.size);
+        transpose(call.keys, call.size, k + b * call.k.batch + kv_head * call.k.head, call.k.row, keys_by_size.data(), padded);
+        for (int64_t item = part; item < items; item += call.parts) {
+          const int64_t head = kv_head * call.groups + item % call.groups, first_q = item / call.groups * TILE;
+          attend_tile(call, q + b * call.q.batch + head * call.q.head, keys_by_size.data(), padded,
+                      v + b * call.v.batch + kv_head * call.v.head, bias ? bias + b * call.bias_batch : nullptr, first_q,
+                      out + b * call.out.batch + head * call.out.head,
+                      lse + (b * call.kv_heads * call.groups + head) * call.queries);
+        }
+      }
+    }
+  }
+}
+
+extern "C" void attention_backward(const Call* given, const float* dout, const float* q, const float* k, const float* v,
+                                   const float* out, const float* lse, const float* bias, float* dq, float* dk, float* dv) {
+  const Call& call = *given;
+#pragma omp parallel for collapse(2) schedule(dynamic)
+  for (int64_t b = 0; b < call.batch; ++b) {
+    for (int64_t kv_head = 0; kv_head < call.kv_heads; ++kv_head) {
+      attend_head_backward(call, b, kv_head, dout, q, k + b * call.k.batch + kv_head * call.k.head,
+                           v + b * call.v.batch + kv_head * call.v.head, out, lse, bias ? bias + b * call.bias_batch : nullptr, dq,
+                           dk + b * call.dk.batch + kv_head * call.dk.head, dv + b * call.dv.batch + kv_head * call.dv.head);
+    }
+  }
+}

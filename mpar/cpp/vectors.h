@@ -1,0 +1,99 @@
+// Vectors of 16 numbers, and what all kernels compute with them.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+
+namespace {
+
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+constexpr int64_t WIDTH = 16;
+
+// Vectors of GCC and Clang, which are made of what the CPU has.
+typedef float Lanes __attribute__((vector_size(4 * WIDTH)));
+typedef float Half __attribute__((vector_size(2 * WIDTH)));
+typedef float Quarter __attribute__((vector_size(WIDTH)));
+typedef uint32_t WideBits __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t NarrowBits __attribute__((vector_size(2 * WIDTH)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline Lanes load(const float* x) {
+  Lanes y;
+  std::memcpy(&y, x, sizeof y);
+  return y;
+}
+
+inline Lanes load(const BFloat16* x) {
+  NarrowBits bits;
+  std::memcpy(&bits, x, sizeof bits);
+  return reinterpret_cast<Lanes>(__builtin_convertvector(bits, WideBits) << 16);
+}
+
+inline void store(Lanes x, float* y) { std::memcpy(y, &x, sizeof x); }
+
+// To the nearest, to the even one of two that are equally near.
+inline void store(Lanes x, BFloat16* y) {
+  WideBits bits = reinterpret_cast<WideBits>(x);
+  WideBits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  NarrowBits narrow = __builtin_convertvector(x == x ? rounded : rounded * 0 + 0x7fc0, NarrowBits);
+  std::memcpy(y, &narrow, sizeof narrow);
+}
+
+// The larger one of each pair, `b` if one is no number.
+template <typename X>
+inline X larger(X a, X b) {
+  return a > b ? a : b;
+}
+
+// One number of all of a vector: by halves, so that no step waits for more than three before it.
+template <typename Fn>
+inline float reduced(Lanes x, Fn fn) {
+  Half low, high;
+  std::memcpy(&low, &x, sizeof low);
+  std::memcpy(&high, reinterpret_cast<const char*>(&x) + sizeof low, sizeof high);
+  low = fn(low, high);
+  Quarter left, right;
+  std::memcpy(&left, &low, sizeof left);
+  std::memcpy(&right, reinterpret_cast<const char*>(&low) + sizeof left, sizeof right);
+  left = fn(left, right);
+  return fn(fn(left[0], left[2]), fn(left[1], left[3]));
+}
+
+inline float sum_of(Lanes x) {
+  return reduced(x, [](auto a, auto b) { return a + b; });
+}
+
+inline float largest_of(Lanes x) {
+  return reduced(x, [](auto a, auto b) { return larger(a, b); });
+}
+
+// exp(x) for x <= 0, with a relative error below 2e-7; 0 below the smallest normal number. x = n ln 2 + r, and exp(r) by its Taylor
+// series (|r| <= ln 2 / 2). A loop of it is vectorised, which one of std::exp is not.
+inline float exp_of(float x) {
+  float bounded = x > -88.1f ? x : -88.1f;
+  float n = std::nearbyint(bounded * 1.44269504f);
+  float r = std::fma(n, -1.42860677e-6f, std::fma(n, -0.693145752f, bounded));
+  float p = 1.0f / 5040;
+  p = std::fma(p, r, 1.0f / 720);
+  p = std::fma(p, r, 1.0f / 120);
+  p = std::fma(p, r, 1.0f / 24);
+  p = std::fma(p, r, 1.0f / 6);
+  p = std::fma(p, r, 0.5f);
+  p = std::fma(p, r, 1.0f);
+  p = std::fma(p, r, 1.0f);
+  int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return x == x ? p * scale : x;
+}
+
+}  // namespace

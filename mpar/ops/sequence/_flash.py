@@ -1,0 +1,83 @@
+"""Flash: attention of a block of queries and keys on a CPU, without the scores of all pairs in memory, by mpar's kernel or torch's.
+
+Mpar's C++ (mpar/cpp/attention.cpp) takes float32 on CPUs with vectors of 512 bits; torch's is for what is left.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from mpar.cpp import Address, cpp_function, cpp_structure
+from mpar.torch_private import flash_attention_cpu, flash_attention_cpu_backward
+
+__all__ = ["flash", "flash_backward"]
+
+_NUMBERS = ("batch", "kv_heads", "groups", "queries", "keys", "size", "causal", "bias_batch", "parts")
+_LAYOUTS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+_Call = cpp_structure("_Call", [*_NUMBERS, *(f"{name}_{dim}" for name in _LAYOUTS for dim in ("batch", "head", "row"))], ["scale"])
+"""`Call` of attention.cpp."""
+_SIZES = range(16, 257, 16)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """`(out_BNSH, lse_BNS)` of operands with heads first. causal: query i sees keys 0 to i. bias: added to the scores, (B or 1, 1,
+    S, M) in the dtype of `q`."""
+    run = cpp_function("attention", "attention_forward", 7) if _supports(q, k, v) else None
+    if run is None:
+        return flash_attention_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    q, k, v = map(_with_rows, (q, k, v))
+    out, lse = _like_rows(q), torch.empty(q.shape[:3])
+    call, bias = _call({"q": q, "k": k, "v": v, "out": out}, causal, bias, scale)
+    run(ctypes.addressof(call), *map(_address, (q, k, v, bias, out, lse)))
+    return out, lse
+
+
+def flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(dq, dk, dv)`. `out` and `lse` may be those of more keys; `lse` is inf for queries that see none."""
+    run = cpp_function("attention", "attention_backward", 11) if _supports(q, k, v) else None
+    if run is None:
+        return flash_attention_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+    dout, q, k, v, out = map(_with_rows, (dout, q, k, v, out))
+    lse = lse.contiguous()
+    dq, dk, dv = map(_like_rows, (q, k, v))
+    layouts = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
+    call, bias = _call(layouts, causal, bias, scale)
+    run(ctypes.addressof(call), *map(_address, (dout, q, k, v, out, lse, bias, dq, dk, dv)))
+    return dq, dk, dv
+
+
+def _supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernel takes these; a trace has tensors of other classes."""
+    fits = q.dtype == torch.float32 and q.shape[3] in _SIZES and k.shape == v.shape and k.numel() > 0 < q.numel()
+    return fits and type(q) is type(k) is type(v) is Tensor and q.device.type == "cpu"
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """The same tensor, the features of which are neighbours in memory."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _like_rows(x: Tensor) -> Tensor:
+    """A tensor of the shape of `x`, (B, N, S, H), stored as (B, S, N, H)."""
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
+
+
+def _call(layouts: dict[str, Tensor], causal: bool, bias: Tensor | None, scale: float) -> tuple[ctypes.Structure, Tensor | None]:
+    """The structure of a call, and the bias with all its rows side by side."""
+    (batch, heads, queries, size), (_, kv_heads, keys, _) = layouts["q"].shape, layouts["k"].shape
+    parts = -(-2 * torch.get_num_threads() // (batch * kv_heads)) if torch.get_num_threads() > 1 else 1
+    bias = None if bias is None else bias.contiguous()
+    bias_batch = 0 if bias is None or len(bias) == 1 else bias.stride(0)
+    call = _Call(batch, kv_heads, heads // kv_heads, queries, keys, size, causal, bias_batch, parts)
+    for name, x in layouts.items():
+        for dim, distance in zip(("batch", "head", "row"), x.stride(), strict=False):
+            setattr(call, f"{name}_{dim}", distance)
+    call.scale = scale
+    return call, bias
+
+
+def _address(x: Tensor | None) -> Address:
+    return None if x is None else x.data_ptr()
