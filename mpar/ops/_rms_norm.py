@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mpar.errors import DtypeError, ShapeError
+from mpar.ops._rows import rms_norm_backward_rows, rms_norm_rows
 from mpar.ops.primitive import Cost, Primitive
 
 __all__ = ["rms_norm"]
@@ -33,6 +34,9 @@ def _abstract(x, weight, *, eps):
 
 @rms_norm_p.def_impl
 def _impl(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
+    found = rms_norm_rows(x, weight, eps)
+    if found is not None:
+        return found
     wide = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
     y = wide * _rstd(wide, eps)
     y = y.to(x.dtype)
@@ -45,6 +49,9 @@ def _vjp(x, weight, dy, *, eps):
 
     Both come from the one product dy x, over which dx is then written: one temporary of the size of x for float32.
     """
+    found = rms_norm_backward_rows(x, weight, dy, eps)
+    if found is not None:
+        return found[0], x.new_empty(0) if found[1] is None else found[1]
     wide = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
     dy = dy.to(wide.dtype).contiguous()
     size, gain = x.shape[-1], wide.new_ones(x.shape[-1]) if weight is None else weight.to(wide.dtype)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from mpar.errors import DtypeError, ShapeError
+from mpar.ops._rows import rotated_rows
 from mpar.ops.primitive import Cost, Primitive
 
 __all__ = ["rope", "rope_many"]
@@ -49,6 +50,9 @@ def _abstract(x, cos, sin, *, interleaved):
 
 @rope_p.def_impl
 def _impl(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    found = rotated_rows(x, cos, sin, None, interleaved=interleaved)
+    if found is not None:
+        return found
     half, rest = cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]
     wide = x if x.dtype == cos.dtype else x.to(torch.promote_types(x.dtype, cos.dtype))
     y = torch.empty_like(wide, memory_format=torch.contiguous_format)
@@ -77,7 +81,12 @@ def _abstract_many(xs, cos, sin, *, interleaved):
 
 @rope_many_p.def_impl
 def _impl_many(xs: list[Tensor], cos: Tensor, sin: Tensor, *, interleaved: bool) -> list[Tensor]:
-    return [x.copy_(_impl(x, cos, sin, interleaved=interleaved)) for x in xs]
+    return [_overwritten(x, cos, sin, interleaved) for x in xs]
+
+
+def _overwritten(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    found = rotated_rows(x, cos, sin, x, interleaved=interleaved)
+    return x.copy_(_impl(x, cos, sin, interleaved=interleaved)) if found is None else found
 
 
 def _can_be_overwritten(x: Tensor) -> bool:

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpar.errors import DtypeError, ShapeError
+from mpar.ops._rows import swiglu_backward_rows, swiglu_rows
 from mpar.ops.primitive import Cost, Primitive
 
 __all__ = ["swiglu"]
@@ -31,11 +32,15 @@ def _abstract(gate, up):
 
 @swiglu_p.def_impl
 def _impl(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate.contiguous()).mul_(up)
+    y = swiglu_rows(gate, up)
+    return F.silu(gate.contiguous()).mul_(up) if y is None else y
 
 
 @swiglu_p.def_vjp("gate, up, dy -> dgate, dup")
 def _vjp(gate, up, dy):
+    found = swiglu_backward_rows(gate, up, dy)
+    if found is not None:
+        return found
     gate, dy = gate.contiguous(), dy.contiguous()
     dgate = dy * up.contiguous()
     return torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate), F.silu(gate).mul_(dy)

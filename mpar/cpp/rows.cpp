@@ -1,0 +1,139 @@
+// Norms, activations and rotations of float32 on a CPU: one pass over memory for each, where torch's ops take several.
+//
+// Rows are divided among threads. Each sum is computed in an order that depends on shapes alone.
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int64_t SHORT = 1 << 14;  // with fewer elements, to start a second thread takes longer than the work
+constexpr int64_t CHUNK = 1 << 12;  // elements of one turn of a thread
+constexpr int64_t STRIP = 64;       // rows over which a sum of rows is made first
+
+inline float sigmoid(float x) {
+  const float e = exp_of(-std::fabs(x)), small = e / (1 + e);
+  return x < 0 ? small : 1 - small;
+}
+
+inline float sum_of_row(int64_t size, const float* x, const float* y) {
+  Lanes sums{};
+  int64_t i = 0;
+  for (; i + WIDTH <= size; i += WIDTH) sums += load(x + i) * load(y + i);
+  float sum = sum_of(sums);
+  for (; i < size; ++i) sum += x[i] * y[i];
+  return sum;
+}
+
+inline float scale_of(int64_t size, const float* x, float eps) {
+  return 1 / std::sqrt(sum_of_row(size, x, x) / static_cast<float>(size) + eps);
+}
+
+struct Norm {
+  int64_t rows, size;
+  float eps;
+};
+
+// A batch of positions of heads of `size` features, of which the first 2 * `half` are rotated. `x_*`: distances in x from one batch, position
+// and head to the next; `table_batch`: from one batch to the next in cos and sin, which are (batch or 1, positions, half).
+struct Rotation {
+  int64_t batch, positions, heads, size, half, interleaved, x_batch, x_position, x_head, y_batch, y_position, y_head, table_batch;
+};
+
+}  // namespace
+
+extern "C" void swiglu(const float* gate, const float* up, float* y, int64_t count) {
+#pragma omp parallel for if (count > SHORT)
+  for (int64_t start = 0; start < count; start += CHUNK) {
+    const int64_t end = std::min(count, start + CHUNK);
+#pragma omp simd
+    for (int64_t i = start; i < end; ++i) y[i] = gate[i] * sigmoid(gate[i]) * up[i];
+  }
+}
+
+extern "C" void swiglu_backward(const float* gate, const float* up, const float* dy, float* dgate, float* dup, int64_t count) {
+#pragma omp parallel for if (count > SHORT)
+  for (int64_t start = 0; start < count; start += CHUNK) {
+    const int64_t end = std::min(count, start + CHUNK);
+#pragma omp simd
+    for (int64_t i = start; i < end; ++i) {
+      const float x = gate[i], share = sigmoid(x);
+      dup[i] = dy[i] * x * share;
+      dgate[i] = dy[i] * up[i] * share * (1 + x * (1 - share));
+    }
+  }
+}
+
+// The weight may be missing.
+extern "C" void rms_norm(const Norm* given, const float* x, const float* weight, float* y) {
+  const Norm& norm = *given;
+#pragma omp parallel for if (norm.rows * norm.size > SHORT)
+  for (int64_t row = 0; row < norm.rows; ++row) {
+    const float *from = x + row * norm.size, scale = scale_of(norm.size, from, norm.eps);
+    float* to = y + row * norm.size;
+    if (weight) {
+#pragma omp simd
+      for (int64_t i = 0; i < norm.size; ++i) to[i] = from[i] * scale * weight[i];
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < norm.size; ++i) to[i] = from[i] * scale;
+    }
+  }
+}
+
+// With r the scale and w the weight: dx = r (w dy - x r^2 mean(w dy x)), dweight = sum over rows of r dy x. The weight and its gradient
+// may be missing. `strips` has room for a row of each strip.
+extern "C" void rms_norm_backward(const Norm* given, const float* x, const float* weight, const float* dy, float* dx, float* dweight,
+                                  float* strips) {
+  const Norm& norm = *given;
+  const int64_t size = norm.size, count = (norm.rows + STRIP - 1) / STRIP;
+#pragma omp parallel for if (norm.rows * size > SHORT)
+  for (int64_t strip = 0; strip < count; ++strip) {
+    float* sums = dweight ? strips + strip * size : nullptr;
+    if (sums) std::fill(sums, sums + size, 0.0f);
+    for (int64_t row = strip * STRIP; row < std::min(norm.rows, (strip + 1) * STRIP); ++row) {
+      const float *from = x + row * size, *grad = dy + row * size;
+      float* to = dx + row * size;
+      const float scale = scale_of(size, from, norm.eps);
+      if (weight) {
+#pragma omp simd
+        for (int64_t i = 0; i < size; ++i) to[i] = weight[i] * grad[i];
+      } else {
+        std::copy(grad, grad + size, to);
+      }
+      const float slope = sum_of_row(size, to, from) * scale * scale / static_cast<float>(size);
+#pragma omp simd
+      for (int64_t i = 0; i < size; ++i) to[i] = (to[i] - from[i] * slope) * scale;
+      if (sums) {
+#pragma omp simd
+        for (int64_t i = 0; i < size; ++i) sums[i] += grad[i] * from[i] * scale;
+      }
+    }
+  }
+  if (!dweight) return;
+  std::fill(dweight, dweight + size, 0.0f);
+  for (int64_t strip = 0; strip < count; ++strip)
+    for (int64_t i = 0; i < size; ++i) dweight[i] += strips[strip * size + i];
+}
+
+// `y` may be `x`.
+extern "C" void rotate(const Rotation* given, const float* x, const float* cos, const float* sin, float* y) {
+  const Rotation& all = *given;
+  const int64_t half = all.half, first = all.interleaved ? 1 : half, step = all.interleaved ? 2 : 1;
+#pragma omp parallel for collapse(2) if (all.batch * all.positions * all.heads * all.size > SHORT)
+  for (int64_t b = 0; b < all.batch; ++b) {
+    for (int64_t position = 0; position < all.positions; ++position) {
+      const float *c = cos + b * all.table_batch + position * half, *s = sin + b * all.table_batch + position * half;
+      for (int64_t head = 0; head < all.heads; ++head) {
+        const float* from = x + b * all.x_batch + position * all.x_position + head * all.x_head;
+        float* to = y + b * all.y_batch + position * all.y_position + head * all.y_head;
+#pragma omp simd
+        for (int64_t i = 0; i < half; ++i) {
+          const float left = from[i * step], right = from[i * step + first];
+          to[i * step] = left * c[i] - right * s[i];
+          to[i * step + first] = right * c[i] + left * s[i];
+        }
+        if (to != from) std::copy(from + 2 * half, from + all.size, to + 2 * half);
+      }
+    }
+  }
+}

@@ -1,0 +1,108 @@
+"""Rows: norms, activations and rotations of float32 on a CPU by mpar's C++ kernels (mpar/cpp/rows.cpp), in one pass each.
+
+Each function gives None where there is no kernel for its operands; then torch's ops do the same in several passes.
+"""
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from mpar.cpp import cpp_function, cpp_structure
+
+__all__ = ["rms_norm_backward_rows", "rms_norm_rows", "rotated_rows", "swiglu_backward_rows", "swiglu_rows"]
+
+_STRIP = 64
+"""`STRIP` of rows.cpp."""
+_Norm = cpp_structure("_Norm", ["rows", "size"], ["eps"])
+_Rotation = cpp_structure(
+    "_Rotation",
+    [
+        *("batch", "positions", "heads", "size", "half", "interleaved"),
+        *(f"{name}_{dim}" for name in "xy" for dim in ("batch", "position", "head")),
+        "table_batch",
+    ],
+    [],
+)
+
+
+def swiglu_rows(gate: Tensor, up: Tensor) -> Tensor | None:
+    """`silu(gate) * up`."""
+    run = cpp_function("rows", "swiglu", 4) if _are_plain(gate, up) else None
+    if run is None:
+        return None
+    gate, up = gate.contiguous(), up.contiguous()
+    y = torch.empty_like(gate)
+    run(gate.data_ptr(), up.data_ptr(), y.data_ptr(), y.numel())
+    return y
+
+
+def swiglu_backward_rows(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor] | None:
+    """`(dgate, dup)`."""
+    run = cpp_function("rows", "swiglu_backward", 6) if _are_plain(gate, up, dy) else None
+    if run is None:
+        return None
+    gate, up, dy = gate.contiguous(), up.contiguous(), dy.contiguous()
+    dgate, dup = torch.empty_like(gate), torch.empty_like(gate)
+    run(*(x.data_ptr() for x in (gate, up, dy, dgate, dup)), gate.numel())
+    return dgate, dup
+
+
+def rms_norm_rows(x: Tensor, weight: Tensor | None, eps: float) -> Tensor | None:
+    """`x` with rows of a mean square of one, times the weight if there is one."""
+    run = cpp_function("rows", "rms_norm", 4) if _are_plain(x, weight) else None
+    if run is None:
+        return None
+    x, weight = x.contiguous(), None if weight is None else weight.contiguous()
+    y = torch.empty_like(x)
+    run(ctypes.addressof(_norm(x.shape, eps)), x.data_ptr(), None if weight is None else weight.data_ptr(), y.data_ptr())
+    return y
+
+
+def rms_norm_backward_rows(x: Tensor, weight: Tensor | None, dy: Tensor, eps: float) -> tuple[Tensor, Tensor | None] | None:
+    """`(dx, dweight)`; no gradient of a weight that is missing."""
+    run = cpp_function("rows", "rms_norm_backward", 7) if _are_plain(x, weight, dy) else None
+    if run is None:
+        return None
+    x, dy, weight = x.contiguous(), dy.contiguous(), None if weight is None else weight.contiguous()
+    norm, size = _norm(x.shape, eps), x.shape[-1]
+    dx, dweight = torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+    strips = x.new_empty(0 if weight is None else -(-norm.rows // _STRIP) * size)
+    addresses = (None if each is None else each.data_ptr() for each in (x, weight, dy, dx, dweight, strips))
+    run(ctypes.addressof(norm), *addresses)
+    return dx, dweight
+
+
+def rotated_rows(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor | None, *, interleaved: bool) -> Tensor | None:
+    """`x` (B, S, N, H) with pairs of features turned, written to `y`, which may be `x`, or to a new tensor."""
+    run = cpp_function("rows", "rotate", 5) if _are_plain(x, cos, sin) and x.stride(-1) == 1 else None
+    if run is None:
+        return None
+    cos, sin = cos.contiguous(), sin.contiguous()
+    y = torch.empty_like(x, memory_format=torch.contiguous_format) if y is None else y
+    table = 0 if cos.shape[0] == 1 else cos.stride(0)
+    rotation = _rotation(x.shape, cos.shape[2], interleaved, x.stride()[:3], y.stride()[:3], table)
+    run(ctypes.addressof(rotation), *(each.data_ptr() for each in (x, cos, sin, y)))
+    return y
+
+
+@functools.lru_cache(maxsize=256)
+def _norm(shape: torch.Size, eps: float) -> ctypes.Structure:
+    return _Norm(shape[:-1].numel(), shape[-1], eps)
+
+
+@functools.lru_cache(maxsize=256)
+def _rotation(
+    shape: torch.Size, half: int, interleaved: bool, x_stride: tuple[int, ...], y_stride: tuple[int, ...], table: int
+) -> ctypes.Structure:
+    return _Rotation(*shape, half, interleaved, *x_stride, *y_stride, table)
+
+
+def _are_plain(*tensors: Tensor | None) -> bool:
+    """Whether kernels can read these; a trace has tensors of other classes."""
+    return all(
+        x is None or (type(x) in (Tensor, Parameter) and x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0)
+        for x in tensors
+    )

@@ -1,0 +1,92 @@
+"""Norms, activations and rotations in C++: against the primitives' meaning in float64, and what is left to torch."""
+
+import pytest
+import torch
+
+from mpar.ops import PRIMITIVES, _rows
+from mpar.testing import assert_close
+
+SHAPES = [(1, 7), (3, 16), (70, 33), (300, 256)]
+"""Rows and their sizes: less than a vector, whole vectors and rests, several strips, enough for several threads."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels_there_are():
+    """Machines for which there are none are named."""
+    if _rows.cpp_function("rows", "swiglu", 4) is None:
+        pytest.skip("needs a C++ compiler, and a CPU with vectors of 512 bits")
+
+
+def meaning(primitive, *operands, **params):
+    """The results of torch's ops in float64."""
+    results = primitive.impl(*(x if x is None else x.double() for x in operands), **params)
+    return results if isinstance(results, (list, tuple)) else [results]
+
+
+def compare(found, expected):
+    """All results are those that are meant."""
+    found = found if isinstance(found, (list, tuple)) else [found]
+    assert len(found) == len(expected)
+    for x, meant in zip(found, expected, strict=True):
+        assert_close(x, meant.float())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_swiglu(shape, make_tensor):
+    """Large numbers of both signs, results and gradients; operands may be parts of wider rows."""
+    wide = make_tensor((shape[0], 2 * shape[1])) * 20
+    gate, up = wide.split(shape[1], -1)
+    dy = make_tensor(shape)
+    swiglu = PRIMITIVES["swiglu"]
+    compare(_rows.swiglu_rows(gate, up), meaning(swiglu, gate, up))
+    compare(_rows.swiglu_backward_rows(gate, up, dy), meaning(swiglu.bwd, gate, up, dy))
+    extreme = torch.tensor([[-torch.inf, torch.inf, torch.nan, -200.0, 200.0, -0.0]])
+    found = _rows.swiglu_rows(extreme, torch.ones_like(extreme))
+    torch.testing.assert_close(found, torch.nn.functional.silu(extreme), equal_nan=True)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rms_norm(shape, weighted, make_tensor):
+    """Results and gradients, with a weight and without."""
+    x, dy = make_tensor(shape), make_tensor(shape)
+    weight, norm = make_tensor(shape[1:]) if weighted else None, PRIMITIVES["rms_norm"]
+    compare(_rows.rms_norm_rows(x, weight, 1e-5), meaning(norm, x, weight, eps=1e-5))
+    dx, dweight = _rows.rms_norm_backward_rows(x, weight, dy, 1e-5)
+    expected = meaning(norm.bwd, x, weight, dy, eps=1e-5)
+    compare([dx, *([dweight] if weighted else [])], expected if weighted else expected[:1])
+    assert weighted or dweight is None
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("half", [8, 16])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_rope(batch, half, interleaved, make_tensor):
+    """Of all features or some, with tables for all rows or for each; into a new tensor, and over the operand, which may be a part
+    of a wider one."""
+    x = make_tensor((3, 40, 6, 32))[:, :, 1:5]
+    cos, sin = make_tensor((batch, 40, half)), make_tensor((batch, 40, half))
+    expected = meaning(PRIMITIVES["rope"], x, cos, sin, interleaved=interleaved)
+    compare(_rows.rotated_rows(x, cos, sin, None, interleaved=interleaved), expected)
+    assert _rows.rotated_rows(x, cos, sin, x, interleaved=interleaved) is x
+    compare(x, expected)
+
+
+def test_threads_change_no_bit(make_tensor):
+    """Gradients of weights are sums of rows, whose order does not depend on the number of threads."""
+    x, weight, dy = make_tensor((300, 256)), make_tensor((256,)), make_tensor((300, 256))
+    threads, found = torch.get_num_threads(), []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found.append(_rows.rms_norm_backward_rows(x, weight, dy, 1e-5))
+    torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_what_is_left_to_torch(make_tensor):
+    """Other dtypes, and tensors without elements."""
+    for dtype in (torch.float64, torch.bfloat16):
+        assert _rows.swiglu_rows(make_tensor((2, 4), dtype), make_tensor((2, 4), dtype)) is None
+    assert _rows.rms_norm_rows(torch.empty(0, 4), torch.ones(4), 1e-6) is None
+    gaps, table = make_tensor((1, 2, 8, 3)).mT, make_tensor((1, 2, 4))
+    assert _rows.rotated_rows(gaps, table, table, None, interleaved=False) is None
