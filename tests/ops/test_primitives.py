@@ -226,8 +226,15 @@ class _CompareWithTrace(TorchDispatchMode):
             self.problems[name] = f"cannot be traced: {error}"
             return
         pairs = zip(*(torch.utils._pytree.tree_leaves(fn(*operands())) for fn in (traced, implementation)), strict=True)
-        if not all(torch.equal(a, b) or (a.isnan().equal(b.isnan()) and a.nan_to_num().equal(b.nan_to_num())) for a, b in pairs):
+        if not all(_equal(a, b) for a, b in pairs):
             self.problems[name] = "its trace computes something else"
+
+
+def _equal(a, b):
+    """Whether a result is that of a trace: to the bit, but for float32, where a kernel in C++ may stand for torch's ops."""
+    if a.dtype == b.dtype == torch.float32:
+        return torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
+    return torch.equal(a, b) or (a.isnan().equal(b.isnan()) and a.nan_to_num().equal(b.nan_to_num()))
 
 
 def _meta(x):

@@ -137,18 +137,18 @@ def test_ranks_work_on_equally_many_pairs(method, monkeypatch):
     done: dict[str, Counter] = {"forward": Counter(), "backward": Counter()}
 
     def counting(direction, kernel, operand):
-        def call(*operands, **options):
-            q, k, aligned = operands[operand], operands[operand + 1], operands[-1]
+        def call(*operands):
+            q, k, aligned = operands[operand], operands[operand + 1], operands[-3]
             rows, keys = q.shape[2], k.shape[2]
             pairs = sum(min(i + 1, keys) for i in range(rows)) if aligned else rows * keys
             done[direction][threading.get_ident()] += pairs  # a simulated rank is a thread
-            return kernel(*operands, **options)
+            return kernel(*operands)
 
         return call
 
-    forward, backward = blocks.flash_attention_cpu, blocks.flash_attention_cpu_backward
-    monkeypatch.setattr(blocks, "flash_attention_cpu", counting("forward", forward, 0))
-    monkeypatch.setattr(blocks, "flash_attention_cpu_backward", counting("backward", backward, 1))
+    forward, backward = blocks.flash, blocks.flash_backward
+    monkeypatch.setattr(blocks, "flash", counting("forward", forward, 0))
+    monkeypatch.setattr(blocks, "flash_backward", counting("backward", backward, 1))
     problem = Problem({**QWEN3, "num_hidden_layers": 1}, (1, 512))
     for counts in done.values():
         counts.clear()

@@ -154,20 +154,20 @@ class _Work:
     def __init__(self, kernel, operand):
         self.kernel, self.operand, self.pairs, self.masked = kernel, operand, 0, 0
 
-    def __call__(self, *operands, attn_mask, scale):
-        q, k, aligned = operands[self.operand], operands[self.operand + 1], operands[-1]
+    def __call__(self, *operands):
+        q, k, (aligned, bias, _) = operands[self.operand], operands[self.operand + 1], operands[-3:]
         rows, keys = q.shape[2], k.shape[2]
         self.pairs += sum(min(i + 1, keys) for i in range(rows)) if aligned else rows * keys
-        self.masked = max(self.masked, 0 if attn_mask is None else attn_mask[0].numel())
-        return self.kernel(*operands, attn_mask=attn_mask, scale=scale)
+        self.masked = max(self.masked, 0 if bias is None else bias[0].numel())
+        return self.kernel(*operands)
 
 
 @pytest.fixture
 def work(monkeypatch):
     """Counts of the forward and of the backward kernel."""
-    counts = _Work(blocks.flash_attention_cpu, 0), _Work(blocks.flash_attention_cpu_backward, 1)
-    monkeypatch.setattr(blocks, "flash_attention_cpu", counts[0])
-    monkeypatch.setattr(blocks, "flash_attention_cpu_backward", counts[1])
+    counts = _Work(blocks.flash, 0), _Work(blocks.flash_backward, 1)
+    monkeypatch.setattr(blocks, "flash", counts[0])
+    monkeypatch.setattr(blocks, "flash_backward", counts[1])
     return counts
 
 
