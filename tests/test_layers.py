@@ -50,7 +50,8 @@ VALUES = (
 )
 BELOW = {name: set(VALUES) for name in VALUES}
 """By room, the rooms that it may import besides itself. A facade, such as `program`, is imported by nobody below it."""
-BELOW["ops"] = set(VALUES)
+BELOW["cpp"] = set(VALUES)
+BELOW["ops"] = {*VALUES, "cpp"}
 for _name in ("kernels", "sharding", "schedules"):
     BELOW[_name] = {*VALUES, "ops"}
 BELOW["models"] = {*VALUES, "ops", "sharding"}  # its `traced` finds out how a model may be sharded

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -44,7 +44,7 @@ def cpp_function(library: str, function: str, num_operands: int) -> Callable[...
     return cast(Callable[..., None], found)
 
 
-def cpp_structure(name: str, numbers: Sequence[str], floats: Sequence[str]) -> Callable[..., Any]:
+def cpp_structure(name: str, numbers: Sequence[str], floats: Sequence[str]) -> type[ctypes.Structure]:
     """A class for a structure of int64 and, behind them, float members; `ctypes.addressof` gives the address of an object."""
     fields = [*((field, ctypes.c_int64) for field in numbers), *((field, ctypes.c_float) for field in floats)]
     return type(name, (ctypes.Structure,), {"_fields_": fields})
@@ -55,7 +55,8 @@ def _library(name: str) -> ctypes.CDLL | None:
     compiler = shutil.which(os.environ.get("CXX") or "g++")
     if compiler is None or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return None
-    sources = {each.name: each.read_bytes() for each in resources.files(__package__).iterdir() if each.name.endswith((".cpp", ".h"))}
+    files = resources.files(__package__).iterdir()
+    sources = {file.name: file.read_bytes() for file in files if file.name.endswith((".cpp", ".h"))}
     try:
         kept = KeptFiles(user_cache() / "cpp", ".so", _MOST_ENTRIES, _MOST_BYTES)
     except ConfigError:  # this user has no folder for caches
@@ -63,8 +64,8 @@ def _library(name: str) -> ctypes.CDLL | None:
     try:
         return _loaded(name, _compiled_or_kept(name, sources, compiler, kept))
     except (subprocess.SubprocessError, OSError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        warnings.warn(f"torch's ops run in place of mpar's C++ kernels: cannot compile {name}.cpp with {compiler}:\n{said}", stacklevel=2)
+        said = f"cannot compile {name}.cpp with {compiler}:\n{getattr(error, 'stderr', None) or error}"
+        warnings.warn(f"torch's ops run in place of mpar's C++ kernels: {said}", stacklevel=2)
         return None
 
 

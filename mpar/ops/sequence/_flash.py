@@ -1,4 +1,4 @@
-"""Flash: attention of a block of queries and keys on a CPU, without the scores of all pairs in memory, by mpar's kernel or torch's.
+"""Flash: attention of a block of queries and keys on a CPU, without all scores in memory, by mpar's kernel or torch's.
 
 Mpar's C++ (mpar/cpp/attention.cpp) takes float32 on CPUs with vectors of 512 bits; torch's is for what is left.
 """
@@ -15,14 +15,15 @@ __all__ = ["flash", "flash_backward"]
 
 _NUMBERS = ("batch", "kv_heads", "groups", "queries", "keys", "size", "causal", "bias_batch", "parts")
 _LAYOUTS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
-_Call = cpp_structure("_Call", [*_NUMBERS, *(f"{name}_{dim}" for name in _LAYOUTS for dim in ("batch", "head", "row"))], ["scale"])
+_DIMS = ("batch", "head", "row")
+_Call = cpp_structure("_Call", [*_NUMBERS, *(f"{name}_{dim}" for name in _LAYOUTS for dim in _DIMS)], ["scale"])
 """`Call` of attention.cpp."""
 _SIZES = range(16, 257, 16)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """`(out_BNSH, lse_BNS)` of operands with heads first. causal: query i sees keys 0 to i. bias: added to the scores, (B or 1, 1,
-    S, M) in the dtype of `q`."""
+    """`(out_BNSH, lse_BNS)` of operands with heads first. causal: query i sees keys 0 to i. bias: (B or 1, 1, S, M), like `q`, which
+    is added to the scores."""
     run = cpp_function("attention", "attention_forward", 7) if _supports(q, k, v) else None
     if run is None:
         return flash_attention_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
@@ -71,11 +72,8 @@ def _call(layouts: dict[str, Tensor], causal: bool, bias: Tensor | None, scale: 
     parts = -(-2 * torch.get_num_threads() // (batch * kv_heads)) if torch.get_num_threads() > 1 else 1
     bias = None if bias is None else bias.contiguous()
     bias_batch = 0 if bias is None or len(bias) == 1 else bias.stride(0)
-    call = _Call(batch, kv_heads, heads // kv_heads, queries, keys, size, causal, bias_batch, parts)
-    for name, x in layouts.items():
-        for dim, distance in zip(("batch", "head", "row"), x.stride(), strict=False):
-            setattr(call, f"{name}_{dim}", distance)
-    call.scale = scale
+    distances = [step for name in _LAYOUTS for step in (layouts[name].stride()[:3] if name in layouts else (0, 0, 0))]
+    call = _Call(batch, kv_heads, heads // kv_heads, queries, keys, size, causal, bias_batch, parts, *distances, scale)
     return call, bias
 
 
