@@ -22,8 +22,8 @@ _SIZES = range(16, 257, 16)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """`(out_BNSH, lse_BNS)` of operands with heads first. causal: query i sees keys 0 to i. bias: (B or 1, 1, S, M), like `q`, which
-    is added to the scores."""
+    """`(out_BNSH, lse_BNS)` of operands with heads first. causal: query i sees keys 0 to i. bias: (B or 1, 1, S, M), added to the
+    scores; it has the dtype of `q`."""
     run = cpp_function("attention", "attention_forward", 7) if _supports(q, k, v) else None
     if run is None:
         return flash_attention_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)

@@ -1,0 +1,24 @@
+"""The bench of C++ kernels: each call computes what torch's ops do, and really is another function."""
+
+import pytest
+
+from bench import cpp
+
+
+@pytest.fixture(autouse=True)
+def kernels_there_are():
+    """Machines for which there are none are named."""
+    if cpp._rows.cpp_function("rows", "swiglu", 4) is None:
+        pytest.skip("needs a C++ compiler, and a CPU with vectors of 512 bits")
+
+
+def test_results_agree_and_lines_are_complete():
+    """A line for each call, with both times; no call computes without a kernel what it should compute with one."""
+    calls = cpp.cases(rows=1, length=32, tokens=(1, 4))
+    results = cpp.measure(calls, passes=1, turns=1)
+    assert [r.text("call") for r in results] == list(calls)
+    assert all(r.number("mpar_us") > 0 < r.number("torch_us") for r in results)
+    assert len(cpp.table(results).splitlines()) == 2 + len(calls)
+    for name, call in calls.items():
+        by_torch, _ = cpp._by_torch(call)
+        assert any(not a.equal(b) for a, b in zip(call(), by_torch, strict=True)), f"{name}: is there a kernel?"
