@@ -75,12 +75,19 @@ def _compiled_or_kept(name: str, sources: dict[str, bytes], compiler: str, kept:
     key = hashlib.sha256(about.encode()).hexdigest()
     if kept is not None:
         with suppress(NotUsableError, OSError):
-            return kept.read(key)
+            checksum, content = _split(kept.read(key))
+            if hashlib.sha256(content).digest() == checksum:
+                return content
     content = _compiled(name, sources, compiler)
     if kept is not None:
         with suppress(NotUsableError, OSError):
-            kept.write(key, content)
+            kept.write(key, hashlib.sha256(content).digest() + content)
     return content
+
+
+def _split(entry: bytes) -> tuple[bytes, bytes]:
+    """The checksum of an entry, and what it is of: code that is damaged could end the process."""
+    return entry[: hashlib.sha256().digest_size], entry[hashlib.sha256().digest_size :]
 
 
 def _compiled(name: str, sources: dict[str, bytes], compiler: str) -> bytes:
