@@ -1,6 +1,7 @@
 """Packed parameters: on a CPU the matrices of a model lie in memory as the products of a step read them.
 
-What is in bfloat16 is in blocks. Matrices that are multiplied with the same features lie side by side, as one, if they stay.
+What is in bfloat16 lies column by column where C++ multiplies a few rows with it, else in blocks of oneDNN. Matrices that are
+multiplied with the same features lie side by side, as one, if they stay.
 """
 
 import functools
@@ -12,7 +13,7 @@ from torch import Tensor
 from mpar import tree
 from mpar.chain import is_axes
 from mpar.models import DeclaredModel, Trainable
-from mpar.ops import lay_side_by_side, pack_matrices, pack_matrix
+from mpar.ops import few_rows_are_faster, lay_by_columns, lay_side_by_side, pack_matrices, pack_matrix
 from mpar.program import Program
 
 __all__ = ["Packing", "packings"]
@@ -22,18 +23,18 @@ __all__ = ["Packing", "packings"]
 class Packing:
     """Parameters that are packed together, by their paths in the state.
 
-    in_blocks:  the function that packs them, and gives None where it cannot.
+    packed:     the function that packs them, and gives None where it cannot.
     num_summed: of matrices whose products are joined, how many of the first dims of each are summed; None for one matrix.
     """
 
     paths: tuple[str, ...]
-    in_blocks: Callable[[Sequence[Tensor]], Sequence[Tensor] | None]
+    packed: Callable[[Sequence[Tensor]], Sequence[Tensor] | None]
     num_summed: int | None = None
 
     def __call__(self, leaves: Mapping[str, Tensor], *, stay: bool) -> dict[str, Tensor]:
         """The parameters for the state of programs. stay: that they are not trained, so that plain ones are worth a copy."""
         weights = [leaves[path] for path in self.paths]
-        packed = self.in_blocks(weights)
+        packed = self.packed(weights)
         if packed is None and stay and self.num_summed is not None:
             packed = lay_side_by_side(weights, self.num_summed)
         return dict(zip(self.paths, weights if packed is None else packed, strict=True))
@@ -53,8 +54,8 @@ def packings(model: Trainable, program: Program, rank: int) -> list[Packing]:
     found = []
     for paths, num_summed in dict.fromkeys(_neighbours(program, rank, stored)):  # several instructions may read the same
         only_multiplied = all([alone.pop(path, None) for path in paths])
-        in_blocks = functools.partial(pack_matrices, num_summed=num_summed) if only_multiplied else _stay_plain
-        found.append(Packing(paths, in_blocks, num_summed))
+        packed = functools.partial(_pack_joined, num_summed=num_summed, only_multiplied=only_multiplied)
+        found.append(Packing(paths, packed, num_summed))
     return [*found, *alone.values()]
 
 
@@ -81,9 +82,19 @@ def _only_multiplied(model: Trainable, stored: set[str]) -> Iterator[tuple[str, 
                 yield path, Packing((path,), functools.partial(_pack_one, given=given, keep=matrix.kind == "head"))
 
 
-def _stay_plain(weights: Sequence[Tensor]) -> None:
-    """Nothing is packed."""
+def _pack_joined(weights: Sequence[Tensor], *, num_summed: int, only_multiplied: bool) -> Sequence[Tensor] | None:
+    """Matrices whose products are joined; None if nothing is gained."""
+    if _lies_by_columns(weights[0]):
+        return lay_by_columns(weights, range(num_summed))
+    return pack_matrices(weights, num_summed) if only_multiplied else None
 
 
 def _pack_one(weights: Sequence[Tensor], *, given: tuple[int, ...], keep: bool) -> Sequence[Tensor]:
+    if _lies_by_columns(weights[0]):
+        return lay_by_columns(weights, given)
     return [pack_matrix(weight, given, keep=keep) for weight in weights]
+
+
+def _lies_by_columns(weight: Tensor) -> bool:
+    """Whether products with a few rows read a matrix of this kind fastest column by column; it stays a plain tensor."""
+    return weight.device.type == "cpu" and few_rows_are_faster(weight.dtype)

@@ -8,9 +8,17 @@ from mpar.ops._cross_entropy import cross_entropy, token_losses
 from mpar.ops._eigenbasis import eigenbasis
 from mpar.ops._einsum import einsum
 from mpar.ops._embedding import embedding
+from mpar.ops._few_rows import few_rows_are_faster
 from mpar.ops._geglu import geglu
 from mpar.ops._int8 import Int8, dequantise_int8, quantise_int8
-from mpar.ops._joined_linear import joined_linear, joined_product, lay_side_by_side, lie_side_by_side, summed_dims
+from mpar.ops._joined_linear import (
+    joined_linear,
+    joined_product,
+    lay_by_columns,
+    lay_side_by_side,
+    lie_side_by_side,
+    summed_dims,
+)
 from mpar.ops._layer_norm import layer_norm
 from mpar.ops._linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from mpar.ops._linear_divergence import linear_divergence
@@ -133,6 +141,7 @@ __all__ = [
     "expert_counts",
     "expert_order",
     "expert_slots",
+    "few_rows_are_faster",
     "fill_slots",
     "fold_in",
     "fold_key",
@@ -144,6 +153,7 @@ __all__ = [
     "grouped_matmul",
     "joined_linear",
     "joined_product",
+    "lay_by_columns",
     "lay_side_by_side",
     "layer_norm",
     "lie_side_by_side",

@@ -17,7 +17,7 @@ from mpar.ops._product import product
 from mpar.ops.primitive import Cost, Primitive, ShardingRule
 from mpar.torch_private import storage_key
 
-__all__ = ["joined_linear", "joined_product", "lay_side_by_side", "lie_side_by_side", "summed_dims"]
+__all__ = ["joined_linear", "joined_product", "lay_by_columns", "lay_side_by_side", "lie_side_by_side", "summed_dims"]
 
 joined_linear_p = Primitive("joined_linear", "x, weights[] -> y", equation="str")
 
@@ -81,7 +81,8 @@ def joined_product(x: Tensor, first: Tensor, num_summed: int, columns: int) -> T
     if type(first) is PackedMatrix:
         y = first.product(x_MI)
     else:
-        y = product(x_MI, first.as_strided((x_MI.shape[1], columns), (first.stride(num_summed - 1), 1)))
+        steps = (1, first.stride(-1)) if _has_columns(first, num_summed) else (first.stride(num_summed - 1), 1)
+        y = product(x_MI, first.as_strided((x_MI.shape[1], columns), steps))
     return y.view(*x.shape[:-num_summed], columns)
 
 
@@ -90,16 +91,36 @@ def _rows(x: Tensor, num_summed: int) -> Tensor:
 
 
 def lie_side_by_side(weights: Sequence[Tensor], num_summed: int) -> bool:
-    """Whether these are neighbouring columns of one matrix in memory, as `lay_side_by_side` makes them. First dims are rows."""
+    """Whether these are neighbouring columns of one matrix in memory, as `lay_side_by_side` and `lay_by_columns` make them. First
+    dims are rows."""
     first = weights[0]
     if type(first) is PackedMatrix:
         return first.are_all_columns(weights)
-    stride, place, own = first.stride(num_summed - 1), first.storage_offset(), storage_key(first)
+    place, own = first.storage_offset(), storage_key(first)
+    if _has_columns(first, num_summed):
+        return _follow_each_other(weights, num_summed)
+    stride = first.stride(num_summed - 1)
     for weight in weights:
         if weight.storage_offset() != place or storage_key(weight) != own or not _is_part(weight, num_summed, stride):
             return False
         place += _columns(weight, num_summed)
     return place - first.storage_offset() <= stride
+
+
+def _has_columns(weight: Tensor, num_summed: int) -> bool:
+    """Whether the elements of a column are neighbours in memory, as `lay_by_columns` makes them, and not those of a row."""
+    return weight.stride(num_summed - 1) == 1 and weight.stride(-1) != 1
+
+
+def _follow_each_other(weights: Sequence[Tensor], num_summed: int) -> bool:
+    """Whether the columns of each weight, without gaps, are behind those of the one before."""
+    place, own = weights[0].storage_offset(), storage_key(weights[0])
+    for weight in weights:
+        by_columns = weight.permute(*range(num_summed, weight.ndim), *range(num_summed))
+        if weight.storage_offset() != place or storage_key(weight) != own or not by_columns.is_contiguous():
+            return False
+        place += weight.numel()
+    return True
 
 
 def _is_part(weight: Tensor, num_summed: int, stride: int) -> bool:
@@ -117,6 +138,19 @@ def lay_side_by_side(weights: Sequence[Tensor], num_summed: int) -> list[Tensor]
     parts = matrix_IC.split([_columns(w, num_summed) for w in weights], -1)
     shapes = [(w.shape[:num_summed], w.shape[num_summed:]) for w in weights]
     return [part.unflatten(-1, columns).unflatten(0, rows) for part, (rows, columns) in zip(parts, shapes, strict=True)]
+
+
+def lay_by_columns(weights: Sequence[Tensor], given: Sequence[int]) -> list[Tensor]:
+    """The same weights with the columns of the first, then those of the next, one after the other in memory, where a column is
+    along the dims `given`. One that lies so already is not copied."""
+    rest = [dim for dim in range(weights[0].ndim) if dim not in given]
+    order = [*rest, *given]
+    ordered = [weight.detach().permute(order) for weight in weights]
+    if len(ordered) > 1 or not ordered[0].is_contiguous():
+        flat = torch.cat([each.flatten(0, len(rest) - 1).flatten(1) for each in ordered])
+        parts = flat.split([each.shape[: len(rest)].numel() for each in ordered])
+        ordered = [part.reshape(each.shape) for part, each in zip(parts, ordered, strict=True)]
+    return [each.permute([order.index(dim) for dim in range(each.ndim)]) for each in ordered]
 
 
 def _columns(weight: Tensor, num_summed: int) -> int:

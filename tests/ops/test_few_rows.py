@@ -1,0 +1,61 @@
+"""The product of a few rows of bfloat16 with a matrix that lies column by column, alone and as one of several."""
+
+import pytest
+import torch
+
+from mpar import ops
+from mpar.ops import lay_by_columns, lay_side_by_side, lie_side_by_side
+from mpar.ops._few_rows import few_rows, few_rows_are_faster
+from mpar.testing import assert_close
+
+pytestmark = pytest.mark.skipif(not few_rows_are_faster(torch.bfloat16), reason="needs a C++ compiler and 512-bit vectors")
+
+
+@pytest.mark.parametrize("columns", [1, 3, 4, 77])
+@pytest.mark.parametrize("inner", [32, 96, 896])
+@pytest.mark.parametrize("rows", [1, 3, 4, 8])
+def test_equals_the_product(rows, inner, columns, make_tensor):
+    """In float64, of operands that are parts of wider ones."""
+    a = make_tensor((rows, inner + 32), torch.bfloat16)[:, :inner]
+    b = make_tensor((columns, inner + 32), torch.bfloat16)[:, :inner].T
+    y = few_rows(a, b)
+    assert y.dtype == torch.bfloat16 and y.is_contiguous()
+    assert_close(y, (a.double() @ b.double()).to(torch.bfloat16), rtol=3e-3)
+
+
+def test_a_row_alone_has_the_same_bits(make_tensor):
+    """Whichever others there are."""
+    a, b = make_tensor((7, 64), torch.bfloat16), make_tensor((50, 64), torch.bfloat16).T
+    together = few_rows(a, b)
+    assert all(torch.equal(few_rows(a[i : i + 1], b)[0], together[i]) for i in range(7))
+
+
+def test_what_is_left_to_torch(make_tensor):
+    """More rows, a length that is no multiple of 32, matrices that lie row by row, other dtypes."""
+    a, b = make_tensor((8, 64), torch.bfloat16), make_tensor((5, 64), torch.bfloat16).T
+    assert few_rows(a.repeat(2, 1), b) is None and few_rows(a[:, :40], b[:40]) is None
+    assert few_rows(a, b.contiguous()) is None and few_rows(a.float(), b.float()) is None
+
+
+@pytest.mark.parametrize("num_summed", [1, 2])
+def test_several_are_one_product(num_summed, make_tensor):
+    """Weights that lie so are the same weights, their products are those of the plain ones, and they are found to lie so."""
+    inner = (64,) if num_summed == 1 else (2, 32)
+    weights = [make_tensor((*inner, *columns), torch.bfloat16) for columns in ((4, 16), (2, 16), (2, 16))]
+    equation = "bsd,dnh->bsnh" if num_summed == 1 else "bsxy,xynh->bsnh"
+    laid = lay_by_columns(weights, range(num_summed))
+    assert all(torch.equal(a, b) for a, b in zip(laid, weights, strict=True))
+    assert lie_side_by_side(laid, num_summed) and lie_side_by_side(lay_side_by_side(weights, num_summed), num_summed)
+    assert not lie_side_by_side(laid[::-1], num_summed) and not lie_side_by_side(weights, num_summed)
+    for rows in (1, 20):
+        x = make_tensor((1, rows, *inner), torch.bfloat16)
+        expected = ops.joined_linear(equation, x, weights)
+        assert_close(ops.joined_linear(equation, x, laid), expected.double().to(torch.bfloat16), rtol=5e-3)
+        assert_close(ops.einsum(equation, x, laid[1]), ops.einsum(equation, x, weights[1]), rtol=5e-3)
+
+
+def test_a_matrix_that_lies_so_is_not_copied(make_tensor):
+    """As an embedding does, which is the output matrix too."""
+    table = make_tensor((50, 64), torch.bfloat16)
+    (laid,) = lay_by_columns([table], (1,))
+    assert laid.data_ptr() == table.data_ptr() and laid.stride() == table.stride()
