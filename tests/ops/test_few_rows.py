@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mpar import ops
 from mpar.ops import lay_by_columns, lay_side_by_side, lie_side_by_side
@@ -28,6 +29,16 @@ def test_a_row_alone_has_the_same_bits(make_tensor):
     a, b = make_tensor((7, 64), torch.bfloat16), make_tensor((50, 64), torch.bfloat16).T
     together = few_rows(a, b)
     assert all(torch.equal(few_rows(a[i : i + 1], b)[0], together[i]) for i in range(7))
+
+
+def test_parameters_and_traces(make_tensor):
+    """A parameter is read like any tensor; in a trace the product is one op, which computes the same."""
+    a, b = make_tensor((2, 64), torch.bfloat16), make_tensor((5, 64), torch.bfloat16).T
+    expected = few_rows(a, b)
+    assert torch.equal(few_rows(a, torch.nn.Parameter(b, requires_grad=False)), expected)
+    traced = make_fx(few_rows, tracing_mode="fake")(a, b)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [torch.ops.mpar_rows.few_rows.default]
+    assert torch.equal(traced(a, b), expected)
 
 
 def test_what_is_left_to_torch(make_tensor):
