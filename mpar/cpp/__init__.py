@@ -5,6 +5,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -52,7 +53,8 @@ def cpp_structure(name: str, numbers: Sequence[str], floats: Sequence[str]) -> t
 
 @functools.cache
 def _library(name: str) -> ctypes.CDLL | None:
-    compiler = shutil.which(os.environ.get("CXX") or "g++")
+    words = shlex.split(os.environ.get("CXX") or "g++")
+    compiler = [found, *words[1:]] if words and (found := shutil.which(words[0])) else None
     if compiler is None or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return None
     files = resources.files(__package__).iterdir()
@@ -64,13 +66,13 @@ def _library(name: str) -> ctypes.CDLL | None:
     try:
         return _loaded(name, _compiled_or_kept(name, sources, compiler, kept))
     except (subprocess.SubprocessError, OSError) as error:
-        said = f"cannot compile {name}.cpp with {compiler}:\n{getattr(error, 'stderr', None) or error}"
+        said = f"cannot compile {name}.cpp with {shlex.join(compiler)}:\n{getattr(error, 'stderr', None) or error}"
         warnings.warn(f"torch's ops run in place of mpar's C++ kernels: {said}", stacklevel=2)
         return None
 
 
-def _compiled_or_kept(name: str, sources: dict[str, bytes], compiler: str, kept: KeptFiles | None) -> bytes:
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_TIMEOUT_S).stdout
+def _compiled_or_kept(name: str, sources: dict[str, bytes], compiler: Sequence[str], kept: KeptFiles | None) -> bytes:
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=_TIMEOUT_S).stdout
     about = repr((name, sorted(sources.items()), compiler, version, _FLAGS, _cpu()))
     key = hashlib.sha256(about.encode()).hexdigest()
     if kept is not None:
@@ -90,12 +92,12 @@ def _split(entry: bytes) -> tuple[bytes, bytes]:
     return entry[: hashlib.sha256().digest_size], entry[hashlib.sha256().digest_size :]
 
 
-def _compiled(name: str, sources: dict[str, bytes], compiler: str) -> bytes:
+def _compiled(name: str, sources: dict[str, bytes], compiler: Sequence[str]) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         for file, content in sources.items():
             Path(folder, file).write_bytes(content)
-        command = [compiler, *_FLAGS, f"{name}.cpp", "-o", "made.so"]
-        subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
+        command = [*compiler, *_FLAGS, f"{name}.cpp", "-o", "made.so"]
+        subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=True, timeout=_TIMEOUT_S)
         return Path(folder, "made.so").read_bytes()
 
 

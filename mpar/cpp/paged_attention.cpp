@@ -13,7 +13,7 @@ constexpr int64_t MOST_VECTORS = 64, BLOCK = 8;
 
 // Sizes and parameters of a call. Numbers of elements: `q_distance` from token to token in q; `row_pages` from row to row in pages.
 struct Call {
-  int64_t tokens, q_distance, kv_heads, groups, size, places, row_pages, page_size, window;
+  int64_t tokens, q_distance, kv_heads, groups, size, places, rows, row_pages, page_size, window, shard;
   float scale, soft_cap;
 };
 
@@ -88,9 +88,26 @@ void attend(const Call& call, int64_t block, const T* q, const T* keys, const T*
   }
 }
 
+// The first token whose positions are in no page, or whose pages are not in the pools though all are; -1: there is none.
+int64_t first_wrong(const Call& call, const int64_t* rows, const int64_t* positions, const int64_t* pages) {
+  for (int64_t token = 0; token < call.tokens; ++token) {
+    if (rows[token] < 0) continue;
+    const int64_t last = positions[token] / call.page_size;
+    if (rows[token] >= call.rows || positions[token] < 0 || last >= call.row_pages) return token;
+    const int64_t first = call.window > 0 ? std::max<int64_t>(0, positions[token] + 1 - call.window) / call.page_size : 0;
+    for (int64_t i = first; i <= last && !call.shard; ++i) {
+      const int64_t page = pages[rows[token] * call.row_pages + i];
+      if (page < 0 || page >= call.places / call.page_size) return token;
+    }
+  }
+  return -1;
+}
+
 template <int64_t VECTORS, typename T>
 void attend_all(const Call& call, const T* q, const T* keys, const T* values, const int64_t* rows, const int64_t* positions,
-                const int64_t* pages, const float* sinks, T* out, float* lse) {
+                const int64_t* pages, const float* sinks, T* out, float* lse, int64_t* wrong) {
+  *wrong = first_wrong(call, rows, positions, pages);
+  if (*wrong >= 0) return;
   const int64_t heads = call.kv_heads * call.groups, blocks = (call.groups + BLOCK - 1) / BLOCK;
 #pragma omp parallel for collapse(2) schedule(static)
   for (int64_t token = 0; token < call.tokens; ++token) {
@@ -121,12 +138,13 @@ void attend_in_vectors(const Call& call, Operands... operands) {
 
 extern "C" void paged_attention_float32(const Call* call, const float* q, const float* keys, const float* values,
                                         const int64_t* rows, const int64_t* positions, const int64_t* pages,
-                                        const float* sinks, float* out, float* lse) {
-  attend_in_vectors(*call, q, keys, values, rows, positions, pages, sinks, out, lse);
+                                        const float* sinks, float* out, float* lse, int64_t* wrong) {
+  attend_in_vectors(*call, q, keys, values, rows, positions, pages, sinks, out, lse, wrong);
 }
 
 extern "C" void paged_attention_bfloat16(const Call* call, const BFloat16* q, const BFloat16* keys, const BFloat16* values,
                                          const int64_t* rows, const int64_t* positions, const int64_t* pages,
-                                         const float* sinks, BFloat16* out, float* lse) {
-  attend_in_vectors(*call, q, keys, values, rows, positions, pages, sinks, out, lse);
+                                         const float* sinks, BFloat16* out, float* lse,
+                                         int64_t* wrong) {
+  attend_in_vectors(*call, q, keys, values, rows, positions, pages, sinks, out, lse, wrong);
 }

@@ -25,8 +25,10 @@ def few_rows_are_faster(dtype: torch.dtype) -> bool:
 def few_rows(a: Tensor, b: Tensor) -> Tensor | None:
     """The product of `a` (R, I) and `b` (I, C); None if it is none for the kernel."""
     (rows, inner), columns = a.shape, b.shape[1]
-    fits = a.dtype == b.dtype == torch.bfloat16 and rows <= _MOST_ROWS and inner % _UNIT == 0 and a.device.type == "cpu"
-    if not fits or a.stride(1) != 1 or b.stride(0) != 1 or b.stride(1) < inner or not a.numel() or not columns:
+    fits = a.dtype == b.dtype == torch.bfloat16 and rows <= _MOST_ROWS and inner % _UNIT == 0 and inner == b.shape[0]
+    if not fits or a.device.type != "cpu" or b.device.type != "cpu":
+        return None
+    if a.stride(1) != 1 or b.stride(0) != 1 or b.stride(1) < inner or not a.numel() or not columns:
         return None
     if not few_rows_are_faster(a.dtype):
         return None

@@ -81,8 +81,9 @@ def joined_product(x: Tensor, first: Tensor, num_summed: int, columns: int) -> T
     if type(first) is PackedMatrix:
         y = first.product(x_MI)
     else:
-        steps = (1, first.stride(-1)) if _has_columns(first, num_summed) else (first.stride(num_summed - 1), 1)
-        y = product(x_MI, first.as_strided((x_MI.shape[1], columns), steps))
+        inner = x_MI.shape[1]
+        steps = (1, inner) if _has_columns(first, num_summed) else (first.stride(num_summed - 1), 1)
+        y = product(x_MI, first.as_strided((inner, columns), steps))
     return y.view(*x.shape[:-num_summed], columns)
 
 

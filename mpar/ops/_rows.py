@@ -56,8 +56,8 @@ def rms_norm_rows(x: Tensor, weight: Tensor | None, eps: float) -> Tensor | None
     if run is None:
         return None
     x, weight = x.contiguous(), None if weight is None else weight.contiguous()
-    y = torch.empty_like(x)
-    run(ctypes.addressof(_norm(x.shape, eps)), x.data_ptr(), None if weight is None else weight.data_ptr(), y.data_ptr())
+    y, norm = torch.empty_like(x), _norm(x.shape, eps)  # a cache may lose it while the kernel reads it
+    run(ctypes.addressof(norm), x.data_ptr(), None if weight is None else weight.data_ptr(), y.data_ptr())
     return y
 
 

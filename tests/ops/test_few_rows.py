@@ -45,6 +45,7 @@ def test_what_is_left_to_torch(make_tensor):
     """More rows, a length that is no multiple of 32, matrices that lie row by row, other dtypes."""
     a, b = make_tensor((8, 64), torch.bfloat16), make_tensor((5, 64), torch.bfloat16).T
     assert few_rows(a.repeat(2, 1), b) is None and few_rows(a[:, :40], b[:40]) is None
+    assert few_rows(a, b[:32]) is None and few_rows(a, b.to("meta")) is None
     assert few_rows(a, b.contiguous()) is None and few_rows(a.float(), b.float()) is None
 
 
@@ -63,6 +64,13 @@ def test_several_are_one_product(num_summed, make_tensor):
         expected = ops.joined_linear(equation, x, weights)
         assert_close(ops.joined_linear(equation, x, laid), expected.double().to(torch.bfloat16), rtol=5e-3)
         assert_close(ops.einsum(equation, x, laid[1]), ops.einsum(equation, x, weights[1]), rtol=5e-3)
+
+
+def test_single_columns_of_a_wider_matrix(make_tensor):
+    """The distance between columns is that of the weights, whatever stride a dim of size 1 has."""
+    wide = make_tensor((4, 64), torch.bfloat16).T
+    weights, x = [wide[:, 0:1:2], wide[:, 1:2:2]], make_tensor((1, 3, 64), torch.bfloat16)
+    assert_close(ops.joined_linear("bsd,df->bsf", x, weights), (x.double() @ wide[:, :2].double()).to(torch.bfloat16), rtol=5e-3)
 
 
 def test_a_matrix_that_lies_so_is_not_copied(make_tensor):

@@ -28,7 +28,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, sc
     if run is None:
         return flash_attention_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     q, k, v = map(_with_rows, (q, k, v))
-    out, lse = _like_rows(q), torch.empty(q.shape[:3])
+    out, lse = _like_rows(q), q.new_empty(q.shape[:3])
     call, bias = _call({"q": q, "k": k, "v": v, "out": out}, causal, bias, scale)
     run(ctypes.addressof(call), *map(_address, (q, k, v, bias, out, lse)))
     return out, lse

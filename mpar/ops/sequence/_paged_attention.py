@@ -102,7 +102,7 @@ def _abstract(q, k, v, rows, positions, pages, sinks, *, shard, page_size, windo
 def _impl(q, k, v, rows, positions, pages, sinks, *, shard, page_size, window, scale, soft_cap):
     """`out`, and the log-sum-exp of the scores (B, T, N). shard: the pools lack pages, whose numbers are outside of theirs;
     tokens see only the pages that are there."""
-    params = {"page_size": page_size, "window": window, "scale": scale, "soft_cap": soft_cap}
+    params = {"shard": shard, "page_size": page_size, "window": window, "scale": scale, "soft_cap": soft_cap}
     found = few_tokens(q, k, v, rows, positions, pages, sinks, **params)
     if found is not None:
         return found

@@ -29,15 +29,15 @@ def operands(heads, kv_heads, size, dtype, *, sinks=False, tokens=7, groups=2):
     return [q, k, v, rows, positions, pages, make(heads) if sinks else None]
 
 
-def parameters(window=None, soft_cap=None, **_):
+def parameters(window=None, soft_cap=None, shard=False, **_):
     """The parameters of a call."""
-    return {"page_size": PAGE, "window": window, "scale": 0.3, "soft_cap": soft_cap}
+    return {"shard": shard, "page_size": PAGE, "window": window, "scale": 0.3, "soft_cap": soft_cap}
 
 
-def meaning(given, *, shard=False, **params):
+def meaning(given, **params):
     """What the primitive means, by torch: in float64, which C++ does not compute."""
     wide = [x.double() if x is not None and x.is_floating_point() else x for x in given]
-    return PRIMITIVES["paged_attention"].meaning(*wide, shard=shard, **params)
+    return PRIMITIVES["paged_attention"].meaning(*wide, **params)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -49,7 +49,7 @@ def test_matches_the_meaning(variant, shape, dtype):
     if "shard" in variant:
         given[5] -= 4
     out, lse = few_tokens(*given, **params)
-    expected, expected_lse = meaning(given, shard="shard" in variant, **params)
+    expected, expected_lse = meaning(given, **params)
     assert (out.shape, out.dtype, lse.dtype) == (given[0].shape, dtype, torch.float32)
     assert relative_error(out, expected) <= TOLERANCES[dtype]
     assert_close(lse, expected_lse.float())
@@ -80,6 +80,31 @@ def test_numbers_that_are_none():
         torch.testing.assert_close(found, meant.float(), equal_nan=True)
 
 
+@pytest.mark.parametrize("case", ["row", "position", "page"])
+def test_tokens_that_are_in_no_page(case):
+    """They are refused, with what they ask for, and nothing outside of the operands is read."""
+    given = operands(2, 2, 16, torch.float32)
+    given[3][0, 2], given[4][0, 2] = 1, 9
+    if case == "page":
+        given[5][0, 1, 1] = ROWS * LONGEST
+    else:
+        given[{"row": 3, "position": 4}[case]][0, 2] = 10**9
+    with pytest.raises(IndexError, match=r"position \d+ of row \d+ is in no page: there are 3 rows of 5 pages, and 15 pages"):
+        few_tokens(*given, **parameters(window=3))
+
+
+def test_the_default_dtype_counts_for_nothing():
+    """Log-sum-exps are float32, whatever tensors are by default."""
+    given = operands(2, 2, 16, torch.float32)
+    expected = few_tokens(*given, **parameters())
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = few_tokens(*given, **parameters())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("case", ["many tokens", "float64", "a size that is no vector", "pools with gaps"])
 def test_what_it_leaves_to_torch(case):
     """The primitive's own implementation asks first, and then does these itself."""
@@ -88,5 +113,5 @@ def test_what_it_leaves_to_torch(case):
     if "gaps" in case:
         given[1] = torch.stack([given[1], given[1]], -1)[..., 0]
     assert few_tokens(*given, **parameters()) is None
-    out, _ = PRIMITIVES["paged_attention"].impl(*given, shard=False, **parameters())
+    out, _ = PRIMITIVES["paged_attention"].impl(*given, **parameters())
     assert_close(out, meaning(given, **parameters())[0].to(dtype))

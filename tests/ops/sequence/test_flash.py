@@ -89,6 +89,18 @@ def test_threads_change_no_bit():
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
+def test_the_default_dtype_counts_for_nothing():
+    """Log-sum-exps are float32, whatever tensors are by default."""
+    given = operands(1, 1, 1, 9, 9, 16, torch.Generator().manual_seed(0))[:3]
+    expected = flash(*given, True, None, SCALE)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = flash(*given, True, None, SCALE)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
+
+
 def test_numbers_that_are_none():
     """A query that is no number has results that are none, and so have gradients of keys; others are as without it."""
     q, k, v, dout = operands(1, 1, 1, 70, 70, 16, torch.Generator().manual_seed(1))
