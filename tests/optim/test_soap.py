@@ -69,10 +69,11 @@ SETTINGS = ((SOAP, {"precondition_frequency": STEPS}), (AdamW, {}))
 
 
 def test_merged_dims_and_experts(make_tensor):
-    """Dims of heads are one side, and experts are matrices each: the update of one matrix at a time."""
+    """Dims of heads are one side, and experts are matrices each: the update of one matrix at a time. Matrices are square, since
+    eigenvectors of an eigenvalue that is there twice, as 0 would be, may be any."""
     rule = leaf_rule(SOAP(RATE, precondition_frequency=1), "layers.0.q_EDNH", ("expert", "embed", "heads", "head"))
     one = leaf_rule(SOAP(RATE, precondition_frequency=1), "layers.0.q_DF", ("embed", "mlp"))
-    param, grads = make_tensor((2, 4, 3, 2), torch.float64), make_tensor((3, 2, 4, 3, 2), torch.float64)
+    param, grads = make_tensor((2, 6, 3, 2), torch.float64), make_tensor((3, 2, 6, 3, 2), torch.float64)
     slots = [torch.zeros([param.shape[dim] for dim in rule.slot_dims(slot, 4)], dtype=torch.float64) for slot in rule.slots]
     flat = [x.flatten(1) for x in param]
     flat_slots = [[torch.zeros([x.shape[dim] for dim in one.slot_dims(slot, 2)]).double() for slot in one.slots] for x in flat]
