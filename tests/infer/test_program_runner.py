@@ -11,9 +11,9 @@ import transformers
 from mpar import Mesh, models, tree
 from mpar.chain import is_axes
 from mpar.errors import ConfigError
-from mpar.infer import Chosen, Engine, Sampling, Sizes
+from mpar.infer import Chosen, Engine, Sampling, Sizes, _packed_params
 from mpar.infer.compile import ProgramRunner, divisible_pages
-from mpar.ops import PackedMatrix
+from mpar.ops import PackedMatrix, few_rows_are_faster
 from mpar.strategy import preset
 from mpar.testing import assert_close
 from mpar.torch_private import onednn_packs
@@ -165,9 +165,11 @@ def test_two_processes_give_the_same_answers(tmp_path):
 
 @pytest.mark.parametrize("variant", ["deepseek_v3", "gpt2", "mamba2", "mixtral", "qwen2"])
 def test_steps_read_packed_matrices_only_by_products(variant, monkeypatch):
-    """In bfloat16 the matrices are packed; no step puts one together again, and other parameters are packed when they come."""
+    """In bfloat16, without kernels in C++, the matrices are packed; no step puts one together again, and other parameters are
+    packed when they come."""
     if not onednn_packs(torch.bfloat16):
         return  # this machine keeps plain weights, which test_greedy_equals_transformers covers
+    monkeypatch.setattr(_packed_params, "few_rows_are_faster", lambda dtype: False)
     model = _model(variant).with_dtype(torch.bfloat16)
     runner = ProgramRunner(model, model.init(0), SIZES)
     others = {path: leaf for path, leaf in tree.leaves_with_path(dataclasses.replace(model.init(1), mtp=None))}
@@ -177,4 +179,22 @@ def test_steps_read_packed_matrices_only_by_products(variant, monkeypatch):
     monkeypatch.setattr(PackedMatrix, "blocks_as_plain", lambda self: pytest.fail("a step put a matrix together"))
     runner.load(others)
     assert sum(isinstance(leaf, PackedMatrix) for leaf in runner.state.leaves.values()) == count
+    assert [chosen.token for chosen in _answers(runner, PROMPTS[:1], 4)[0]] == fresh
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v3", "gpt2", "mamba2", "mixtral", "qwen2"])
+def test_matrices_of_bfloat16_lie_by_columns(variant):
+    """Where there are kernels in C++: the first ones and those that come later, as plain tensors with the same values."""
+    if not few_rows_are_faster(torch.bfloat16):
+        return  # this machine packs them: see above
+    model = _model(variant).with_dtype(torch.bfloat16)
+    runner = ProgramRunner(model, model.init(0), SIZES)
+    others = {path: leaf for path, leaf in tree.leaves_with_path(dataclasses.replace(model.init(1), mtp=None))}
+    fresh = [chosen.token for chosen in _answers(ProgramRunner(model, model.init(1), SIZES), PROMPTS[:1], 4)[0]]
+    laid = {path for path, leaf in runner.state.leaves.items() if path.startswith("params.") and not leaf.is_contiguous()}
+    assert len(laid) >= 2 * len([segment for segment in model.segments if segment.name.startswith("layers")])
+    runner.load(others)
+    assert {path for path in laid if not runner.state.leaves[path].is_contiguous()} == laid
+    assert all(type(leaf) is torch.Tensor for leaf in runner.state.leaves.values())
+    assert all(torch.equal(runner.state.leaves[f"params.{path}"], leaf) for path, leaf in others.items())
     assert [chosen.token for chosen in _answers(runner, PROMPTS[:1], 4)[0]] == fresh
