@@ -1,15 +1,9 @@
 """The bench of C++ kernels: each call computes what torch's ops do, and really is another function."""
 
-import pytest
-
 from bench import cpp
+from tests.kernels_in_cpp import needs_kernels
 
-
-@pytest.fixture(autouse=True)
-def kernels_there_are():
-    """Machines for which there are none are named."""
-    if cpp._rows.cpp_function("rows", "swiglu", 4) is None:
-        pytest.skip("needs a C++ compiler, and a CPU with vectors of 512 bits")
+pytestmark = needs_kernels
 
 
 def test_results_agree_and_lines_are_complete():

@@ -6,8 +6,9 @@ import stat
 import pytest
 
 from mpar import cpp
+from tests.kernels_in_cpp import needs_kernels
 
-pytestmark = pytest.mark.skipif(cpp.cpp_function("rows", "swiglu", 4) is None, reason="needs a C++ compiler and 512-bit vectors")
+pytestmark = needs_kernels
 
 
 @pytest.fixture

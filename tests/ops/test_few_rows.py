@@ -6,10 +6,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mpar import ops
 from mpar.ops import lay_by_columns, lay_side_by_side, lie_side_by_side
-from mpar.ops._few_rows import few_rows, few_rows_are_faster
+from mpar.ops._few_rows import few_rows
 from mpar.testing import assert_close
+from tests.kernels_in_cpp import needs_kernels
 
-pytestmark = pytest.mark.skipif(not few_rows_are_faster(torch.bfloat16), reason="needs a C++ compiler and 512-bit vectors")
+pytestmark = needs_kernels
 
 
 @pytest.mark.parametrize("columns", [1, 3, 4, 77])

@@ -5,16 +5,11 @@ import torch
 
 from mpar.ops import PRIMITIVES, _rows
 from mpar.testing import assert_close
+from tests.kernels_in_cpp import needs_kernels
 
+pytestmark = needs_kernels
 SHAPES = [(1, 7), (3, 16), (70, 33), (300, 256)]
 """Rows and their sizes: less than a vector, whole vectors and rests, several strips, enough for several threads."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def kernels_there_are():
-    """Machines for which there are none are named."""
-    if _rows.cpp_function("rows", "swiglu", 4) is None:
-        pytest.skip("needs a C++ compiler, and a CPU with vectors of 512 bits")
 
 
 def meaning(primitive, *operands, **params):

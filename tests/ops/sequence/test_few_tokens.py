@@ -6,6 +6,9 @@ import torch
 from mpar.ops import PRIMITIVES
 from mpar.ops.sequence._few_tokens import few_tokens
 from mpar.testing import TOLERANCES, assert_close, relative_error
+from tests.kernels_in_cpp import needs_kernels
+
+pytestmark = needs_kernels
 
 PAGE, ROWS, LONGEST = 4, 3, 5
 VARIANTS = ({}, {"window": 3}, {"soft_cap": 2.0}, {"sinks": True}, {"window": 6, "sinks": True, "soft_cap": 1.5}, {"shard": True})

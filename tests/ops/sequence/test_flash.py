@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from mpar.ops.sequence import _flash
 from mpar.ops.sequence._flash import flash, flash_backward
 from mpar.testing import assert_close
+from tests.kernels_in_cpp import needs_kernels
 
+pytestmark = needs_kernels
 SCALE = 0.3
 
 
 @pytest.fixture(autouse=True, scope="module")
 def torch_is_not_asked():
-    """The kernel carries out every call; machines for which there is none are named."""
-    if _flash.cpp_function("attention", "attention_forward", 7) is None:
-        pytest.skip("needs a C++ compiler, and a CPU with vectors of 512 bits")
+    """The kernel carries out every call."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_flash, "flash_attention_cpu", None)
         patch.setattr(_flash, "flash_attention_cpu_backward", None)
@@ -116,7 +116,6 @@ def test_numbers_that_are_none():
 @pytest.mark.parametrize("case", ["float64", "bfloat16", "a size that is no vector"])
 def test_what_it_leaves_to_torch(case, monkeypatch):
     """The results are those of torch's kernel."""
-    monkeypatch.undo()
     size = 20 if "size" in case else 32
     q, k, v, _ = operands(1, 2, 1, 9, 9, size, torch.Generator().manual_seed(2))
     dtype = {"float64": torch.float64, "bfloat16": torch.bfloat16}.get(case, torch.float32)
