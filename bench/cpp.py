@@ -132,7 +132,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "cpp.jsonl")
     args = parser.parse_args()
     if _rows.cpp_function("rows", "swiglu", 4) is None:
-        sys.stderr.write("there are no kernels: this machine has no C++ compiler, or no vectors of 512 bits\n")
+        sys.stderr.write("there are no kernels: this machine has no C++ compiler, or a CPU without AVX2\n")
         return 1
     torch.set_num_threads(args.threads)
     results = measure(cases(), args.passes, args.turns)

@@ -7,16 +7,18 @@ import contextlib
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from mpar.errors import ConfigError
 
 __all__ = [
+    "OpOverload",
     "apart_from_the_trace",
     "checkpoint_disabled",
     "control_flow_called",
@@ -158,17 +160,24 @@ def has_cpp_compiler() -> bool:
     return True
 
 
-def inductor_compile(graph: torch.nn.Module, operands: Sequence[torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
+def inductor_compile(
+    graph: torch.nn.Module, operands: Sequence[torch.Tensor], opaque: Mapping[OpOverload, Callable[..., object]], facts: str
+) -> Callable[..., tuple[torch.Tensor, ...]]:
     """A graph of torch's ops as a function that Inductor has compiled for operands with the shapes, strides and dtypes of these.
 
+    opaque: for ops that torch does not look into, what to call, which spares the time of torch's dispatcher.
+    facts: what the code depends on besides these. torch keeps it for later processes, and takes it again only for the same facts.
     The graph may overwrite its operands. The function checks nothing of what it is given. Raises ConfigError with what the C++
     compiler says if that fails, as it does where the headers of Python are not installed.
     """
     compiler: Any = importlib.import_module("torch._inductor")
     config: Any = importlib.import_module("torch._inductor.config")
+    keys: Any = importlib.import_module("torch.compiler.config")
     errors: Any = importlib.import_module("torch._inductor.exc")
+    for op, function in opaque.items():
+        _call_directly(op, function)
     try:
-        with config.patch(size_asserts=False, alignment_asserts=False):
+        with config.patch(size_asserts=False, alignment_asserts=False), keys.patch(cache_key_tag=facts):
             return compiler.standalone_compile(graph, list(operands), dynamic_shapes="from_example_inputs")
     except errors.InductorError as error:
         failed = error.inner_exception
@@ -179,6 +188,31 @@ def inductor_compile(graph: torch.nn.Module, operands: Sequence[torch.Tensor]) -
             f"cannot compile with execution='inductor': the C++ compiler {failed.cmd[0]} has failed:\n  {said}\n"
             "Mend its installation, or name another one in the environment variable CXX, or use execution='eager'."
         ) from None
+
+
+@functools.cache
+def _call_directly(op: OpOverload, function: Callable[..., object]) -> None:
+    """Let code of Inductor call `function` in place of `op`."""
+    ir: Any = importlib.import_module("torch._inductor.ir")
+    lowering: Any = importlib.import_module("torch._inductor.lowering")
+    called: Any = importlib.import_module("torch._inductor.select_algorithm").extern_kernels
+    name = op.name().replace("::", "_").replace(".", "_")
+    setattr(called, name, function)
+
+    class Call(ir.FallbackKernel):  # type: ignore[misc]
+        def codegen(self, wrapper: object) -> None:
+            self.python_kernel_name = f"extern_kernels.{name}"
+            super().codegen(wrapper)
+
+    def lower(*operands: object, **params: object) -> object:
+        results = Call.create(op, *operands, **params)
+        return pytree.tree_map(lambda x: x.wrap_for_lowering() if isinstance(x, ir.IRNode) else x, results)
+
+    lowering.add_needs_realized_inputs(op)
+    layout = lowering.tag_to_layout_constraint(lowering.get_layout_constraint_tag(op, with_default=True))
+    if layout is not None:  # operands lie as they did in the trace
+        lowering.add_layout_constraint(op, layout)
+    lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
 
 def split_graph(graph: torch.nn.Module, part_of: Callable[[torch.fx.Node], int]) -> torch.nn.Module:

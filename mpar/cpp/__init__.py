@@ -27,6 +27,7 @@ __all__ = ["Address", "cpp_function", "cpp_structure"]
 Address = int | None
 """Where a tensor or a structure lies in memory; None for one that is missing."""
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+_VECTORS = ("AVX2", "AVX512")
 _MOST_ENTRIES, _MOST_BYTES, _TIMEOUT_S = 32, 2**26, 300
 
 
@@ -34,7 +35,7 @@ _MOST_ENTRIES, _MOST_BYTES, _TIMEOUT_S = 32, 2**26, 300
 def cpp_function(library: str, function: str, num_operands: int) -> Callable[..., None] | None:
     """A function of `library`.cpp, all operands of which are addresses.
 
-    None where it cannot be compiled or is not worth it: torch's ops do the same. That is so on a CPU without vectors of 512 bits,
+    None where it cannot be compiled or is not worth it: torch's ops do the same. That is so on a CPU without AVX2 or AVX-512,
     without a C++ compiler (the one that CXX names, or g++), and, with a warning, if the compiler fails.
     """
     loaded = _library(library)
@@ -55,7 +56,7 @@ def cpp_structure(name: str, numbers: Sequence[str], floats: Sequence[str]) -> t
 def _library(name: str) -> ctypes.CDLL | None:
     words = shlex.split(os.environ.get("CXX") or "g++")
     compiler = [found, *words[1:]] if words and (found := shutil.which(words[0])) else None
-    if compiler is None or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if compiler is None or torch.backends.cpu.get_cpu_capability() not in _VECTORS:
         return None
     files = resources.files(__package__).iterdir()
     sources = {file.name: file.read_bytes() for file in files if file.name.endswith((".cpp", ".h"))}

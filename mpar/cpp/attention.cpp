@@ -1,5 +1,5 @@
-// Attention of float32 on a CPU with AVX-512, forward and backward: by tiles of queries and keys that stay in the caches (Dao et al.
-// 2022, arXiv:2205.14135). Products of tiles are made of sums of 8 rows by 2 vectors, which stay in registers.
+// Attention of float32 on a CPU, forward and backward: by tiles of queries and keys that stay in the caches (Dao et al.
+// 2022, arXiv:2205.14135). Products of tiles are made of sums of a few rows by 2 vectors, which stay in registers.
 //
 // Each sum is computed by one thread, in an order that depends on shapes alone.
 
@@ -7,7 +7,8 @@
 
 namespace {
 
-constexpr int64_t TILE = 64;  // queries, and keys, of a tile
+constexpr int64_t TILE = 64;             // queries, and keys, of a tile
+constexpr int64_t ROWS = REGISTERS / 4;  // whose sums, of 2 vectors each, stay in registers
 
 // The distances in memory from one row of a batch, one head and one position to the next; features are neighbours.
 struct Layout {
@@ -23,21 +24,21 @@ struct Call {
 };
 
 // c[r] (+)= sum over i of a[r, i] b[i], for rows r of VECTORS vectors.
-template <int ROWS, int VECTORS>
+template <int64_t COUNT, int VECTORS>
 inline void multiply_rows(int64_t inner, const float* a, int64_t a_row, int64_t a_inner, const float* b, int64_t b_row, float* c,
                           int64_t c_row, bool add) {
-  Lanes sums[ROWS][VECTORS];
-  for (int r = 0; r < ROWS; ++r)
+  Lanes sums[COUNT][VECTORS];
+  for (int r = 0; r < COUNT; ++r)
     for (int j = 0; j < VECTORS; ++j) sums[r][j] = add ? load(c + r * c_row + j * WIDTH) : Lanes{};
   for (int64_t i = 0; i < inner; ++i, b += b_row) {
     Lanes x[VECTORS];
-    for (int j = 0; j < VECTORS; ++j) x[j] = load(b + j * WIDTH);
-    for (int r = 0; r < ROWS; ++r) {
+    for (int j = 0; j < VECTORS; ++j) x[j] = in_register(load(b + j * WIDTH));
+    for (int r = 0; r < COUNT; ++r) {
       const float factor = a[r * a_row + i * a_inner];
       for (int j = 0; j < VECTORS; ++j) sums[r][j] += factor * x[j];
     }
   }
-  for (int r = 0; r < ROWS; ++r)
+  for (int r = 0; r < COUNT; ++r)
     for (int j = 0; j < VECTORS; ++j) store(sums[r][j], c + r * c_row + j * WIDTH);
 }
 
@@ -46,7 +47,8 @@ template <int VECTORS>
 inline void multiply_columns(int64_t rows, int64_t inner, const float* a, int64_t a_row, int64_t a_inner, const float* b,
                              int64_t b_row, float* c, int64_t c_row, bool add) {
   int64_t r = 0;
-  for (; r + 8 <= rows; r += 8) multiply_rows<8, VECTORS>(inner, a + r * a_row, a_row, a_inner, b, b_row, c + r * c_row, c_row, add);
+  for (; r + ROWS <= rows; r += ROWS)
+    multiply_rows<ROWS, VECTORS>(inner, a + r * a_row, a_row, a_inner, b, b_row, c + r * c_row, c_row, add);
   for (; r < rows; ++r) multiply_rows<1, VECTORS>(inner, a + r * a_row, a_row, a_inner, b, b_row, c + r * c_row, c_row, add);
 }
 

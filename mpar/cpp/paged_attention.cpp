@@ -9,11 +9,12 @@
 
 namespace {
 
-constexpr int64_t MOST_VECTORS = 64, BLOCK = 8;
+constexpr int64_t MOST_VECTORS = 1024 / WIDTH, BLOCK = 8;
 
-// Sizes and parameters of a call. Numbers of elements: `q_distance` from token to token in q; `row_pages` from row to row in pages.
+// Sizes and parameters of a call, which has a batch of groups of tokens, each with pools of its own. Numbers of elements: `q_batch` from
+// group to group in q, `q_distance` from token to token there; `row_pages` from row to row in pages.
 struct Call {
-  int64_t tokens, q_distance, kv_heads, groups, size, places, rows, row_pages, page_size, window, shard;
+  int64_t batch, tokens, q_batch, q_distance, kv_heads, groups, size, places, rows, row_pages, page_size, window, shard;
   float scale, soft_cap;
 };
 
@@ -124,13 +125,21 @@ void attend_all(const Call& call, const T* q, const T* keys, const T* values, co
   }
 }
 
-template <typename... Operands>
-void attend_in_vectors(const Call& call, Operands... operands) {
-  switch (call.size / WIDTH) {
-    case 2: return attend_all<2>(call, operands...);
-    case 4: return attend_all<4>(call, operands...);
-    case 8: return attend_all<8>(call, operands...);
-    default: return attend_all<0>(call, operands...);
+template <typename T>
+void attend_in_vectors(const Call& call, const T* q, const T* keys, const T* values, const int64_t* rows, const int64_t* positions,
+                       const int64_t* pages, const float* sinks, T* out, float* lse, int64_t* wrong) {
+  const auto attend_group = call.size == 32    ? attend_all<32 / WIDTH, T>
+                            : call.size == 64  ? attend_all<64 / WIDTH, T>
+                            : call.size == 128 ? attend_all<128 / WIDTH, T>
+                                               : attend_all<0, T>;
+  const int64_t heads = call.tokens * call.kv_heads * call.groups, pool = call.places * call.kv_heads * call.size;
+  for (int64_t b = 0; b < call.batch; ++b) {
+    attend_group(call, q + b * call.q_batch, keys + b * pool, values + b * pool, rows + b * call.tokens, positions + b * call.tokens,
+                 pages + b * call.rows * call.row_pages, sinks, out + b * heads * call.size, lse + b * heads, wrong);
+    if (*wrong >= 0) {
+      *wrong += b * call.tokens;
+      return;
+    }
   }
 }
 

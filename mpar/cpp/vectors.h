@@ -1,4 +1,4 @@
-// Vectors of 16 numbers, and what all kernels compute with them.
+// Vectors of the CPU's own width, and what all kernels compute with them.
 
 #pragma once
 
@@ -13,12 +13,14 @@
 namespace {
 
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
-constexpr int64_t WIDTH = 16;
+#ifdef __AVX512F__
+constexpr int64_t WIDTH = 16, REGISTERS = 32;
+#else
+constexpr int64_t WIDTH = 8, REGISTERS = 16;
+#endif
 
-// Vectors of GCC and Clang, which are made of what the CPU has.
+// Vectors of GCC and Clang.
 typedef float Lanes __attribute__((vector_size(4 * WIDTH)));
-typedef float Half __attribute__((vector_size(2 * WIDTH)));
-typedef float Quarter __attribute__((vector_size(WIDTH)));
 typedef uint32_t WideBits __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t NarrowBits __attribute__((vector_size(2 * WIDTH)));
 
@@ -38,6 +40,12 @@ inline Lanes load(const BFloat16* x) {
   return reinterpret_cast<Lanes>(__builtin_convertvector(bits, WideBits) << 16);
 }
 
+// The same vector, which the compiler then loads once and not again wherever it is read.
+inline Lanes in_register(Lanes x) {
+  asm("" : "+v"(x));
+  return x;
+}
+
 inline void store(Lanes x, float* y) { std::memcpy(y, &x, sizeof x); }
 
 // To the nearest, to the even one of two that are equally near.
@@ -55,17 +63,17 @@ inline X larger(X a, X b) {
 }
 
 // One number of all of a vector: by halves, so that no step waits for more than three before it.
-template <typename Fn>
-inline float reduced(Lanes x, Fn fn) {
-  Half low, high;
-  std::memcpy(&low, &x, sizeof low);
-  std::memcpy(&high, reinterpret_cast<const char*>(&x) + sizeof low, sizeof high);
-  low = fn(low, high);
-  Quarter left, right;
-  std::memcpy(&left, &low, sizeof left);
-  std::memcpy(&right, reinterpret_cast<const char*>(&low) + sizeof left, sizeof right);
-  left = fn(left, right);
-  return fn(fn(left[0], left[2]), fn(left[1], left[3]));
+template <typename Vector, typename Fn>
+inline float reduced(Vector x, Fn fn) {
+  if constexpr (sizeof x == 4 * sizeof(float)) {
+    return fn(fn(x[0], x[2]), fn(x[1], x[3]));
+  } else {
+    typedef float Half __attribute__((vector_size(sizeof(Vector) / 2)));
+    Half low, high;
+    std::memcpy(&low, &x, sizeof low);
+    std::memcpy(&high, reinterpret_cast<const char*>(&x) + sizeof low, sizeof high);
+    return reduced(fn(low, high), fn);
+  }
 }
 
 inline float sum_of(Lanes x) {

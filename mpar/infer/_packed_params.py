@@ -13,7 +13,7 @@ from torch import Tensor
 from mpar import tree
 from mpar.chain import is_axes
 from mpar.models import DeclaredModel, Trainable
-from mpar.ops import few_rows_are_faster, lay_by_columns, lay_side_by_side, pack_matrices, pack_matrix
+from mpar.ops import few_rows_read_columns, lay_by_columns, lay_side_by_side, pack_matrices, pack_matrix
 from mpar.program import Program
 
 __all__ = ["Packing", "packings"]
@@ -97,4 +97,4 @@ def _pack_one(weights: Sequence[Tensor], *, given: tuple[int, ...], keep: bool) 
 
 def _lies_by_columns(weight: Tensor) -> bool:
     """Whether products with a few rows read a matrix of this kind fastest column by column; it stays a plain tensor."""
-    return weight.device.type == "cpu" and few_rows_are_faster(weight.dtype)
+    return weight.device.type == "cpu" and few_rows_read_columns(weight.dtype)

@@ -8,7 +8,7 @@ from mpar.ops._cross_entropy import cross_entropy, token_losses
 from mpar.ops._eigenbasis import eigenbasis
 from mpar.ops._einsum import einsum
 from mpar.ops._embedding import embedding
-from mpar.ops._few_rows import few_rows_are_faster
+from mpar.ops._few_rows import OPAQUE_OPS, few_rows_read_columns
 from mpar.ops._geglu import geglu
 from mpar.ops._int8 import Int8, dequantise_int8, quantise_int8
 from mpar.ops._joined_linear import (
@@ -98,6 +98,7 @@ __all__ = [
     "FP8_SMALLEST_SCALE",
     "NF4_BLOCK",
     "NF4_CODES",
+    "OPAQUE_OPS",
     "PRIMITIVES",
     "ROUTER_TINY",
     "Activation",
@@ -141,7 +142,7 @@ __all__ = [
     "expert_counts",
     "expert_order",
     "expert_slots",
-    "few_rows_are_faster",
+    "few_rows_read_columns",
     "fill_slots",
     "fold_in",
     "fold_key",

@@ -1,36 +1,40 @@
-"""Few rows: the product of a few rows with a matrix of bfloat16 on a CPU, which mpar's C++ reads once (mpar/cpp/products.cpp)."""
+"""Few rows: the product of a few rows with a matrix on a CPU, which mpar's C++ reads once (mpar/cpp/products.cpp).
+
+A matrix of float32 is read as it lies. One of bfloat16 has to lie column by column, the faster way where it is reading from memory
+that takes the time.
+"""
 
 import ctypes
 import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from mpar.cpp import cpp_function, cpp_structure
+from mpar.torch_private import OpOverload
 
-__all__ = ["few_rows", "few_rows_are_faster"]
+__all__ = ["OPAQUE_OPS", "few_rows", "few_rows_read_columns"]
 
-_MOST_ROWS, _UNIT = 8, 32
-"""More rows are faster in tiles of the CPU or of oneDNN; a load takes 32 numbers."""
+_MOST_ROWS = {"by_rows_float32": 16, "by_columns_float32": 8, "by_columns_bfloat16": 8}
+"""By kernel; more rows are faster in tiles of oneDNN or MKL."""
+_UNIT = 32
+"""What is beside each other in memory, columns or rows, is a multiple of this."""
 _PLAIN = (Tensor, Parameter)
-_Call = cpp_structure("_Call", ["rows", "inner", "columns", "x_row", "w_column", "y_row"], [])
+_Call = cpp_structure("_Call", ["rows", "inner", "columns", "x_row", "w_step", "y_row"], [])
 
 
-def few_rows_are_faster(dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for matrices of this dtype, the columns of which must lie one after the other."""
-    return dtype == torch.bfloat16 and cpp_function("products", "few_rows_bfloat16", 4) is not None
+def few_rows_read_columns(dtype: torch.dtype) -> bool:
+    """Whether a matrix of this dtype is multiplied much faster with few rows if its columns lie one after the other."""
+    return dtype == torch.bfloat16 and cpp_function("products", "by_columns_bfloat16", 4) is not None
 
 
 def few_rows(a: Tensor, b: Tensor) -> Tensor | None:
-    """The product of `a` (R, I) and `b` (I, C); None if it is none for the kernel."""
-    (rows, inner), columns = a.shape, b.shape[1]
-    fits = a.dtype == b.dtype == torch.bfloat16 and rows <= _MOST_ROWS and inner % _UNIT == 0 and inner == b.shape[0]
-    if not fits or a.device.type != "cpu" or b.device.type != "cpu":
+    """The product of `a` (R, I) and `b` (I, C); None if it is none for a kernel."""
+    if a.device.type != "cpu" or b.device.type != "cpu":
         return None
-    if a.stride(1) != 1 or b.stride(0) != 1 or b.stride(1) < inner or not a.numel() or not columns:
-        return None
-    if not few_rows_are_faster(a.dtype):
+    if _plan(a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype) is None:
         return None
     if type(a) in _PLAIN and type(b) in _PLAIN:
         return _by_kernel(a, b)
@@ -39,21 +43,39 @@ def few_rows(a: Tensor, b: Tensor) -> Tensor | None:
 
 def _by_kernel(a: Tensor, b: Tensor) -> Tensor:
     """The same for operands that fit."""
-    run = cpp_function("products", "few_rows_bfloat16", 4)
-    assert run is not None
-    (rows, inner), columns = a.shape, b.shape[1]
-    y = a.new_empty(rows, columns)
-    call = _call(rows, inner, columns, a.stride(0), b.stride(1), columns)
+    plan = _plan(a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype)
+    assert plan is not None
+    run, call, shape = plan
+    y = torch.empty(shape, dtype=a.dtype)
     run(ctypes.addressof(call), a.data_ptr(), b.data_ptr(), y.data_ptr())
     return y
 
 
 @functools.lru_cache(maxsize=1024)
-def _call(*sizes: int) -> ctypes.Structure:
-    return _Call(*sizes)
+def _plan(
+    shape_a: Sequence[int],
+    stride_a: Sequence[int],
+    dtype_a: torch.dtype,
+    shape_b: Sequence[int],
+    stride_b: Sequence[int],
+    dtype_b: torch.dtype,
+) -> tuple[Callable[..., None], ctypes.Structure, tuple[int, int]] | None:
+    """The kernel for such operands, the structure that it reads, and the shape of the product; None if there is no kernel."""
+    (rows, inner), (summed, columns) = shape_a, shape_b
+    if dtype_a != dtype_b or dtype_a not in (torch.float32, torch.bfloat16):
+        return None
+    steps, size, way = (stride_b, inner, "columns") if stride_b[0] == 1 else (stride_b[::-1], columns, "rows")
+    name = f"by_{way}_{'float32' if dtype_a == torch.float32 else 'bfloat16'}"
+    fits = 0 < rows <= _MOST_ROWS.get(name, 0) and inner == summed > 0 < columns and size % _UNIT == 0
+    if not fits or stride_a[1] != 1 or steps[0] != 1 or steps[1] < size:
+        return None
+    run = cpp_function("products", name, 4)
+    return None if run is None else (run, _Call(rows, inner, columns, stride_a[0], steps[1], columns), (rows, columns))
 
 
 _OPS = torch.library.Library("mpar_rows", "DEF")
 _OPS.define("few_rows(Tensor a, Tensor b) -> Tensor")
 _OPS.impl("few_rows", _by_kernel, "CPU")
 torch.library.register_fake("mpar_rows::few_rows", torch.mm, lib=_OPS)
+OPAQUE_OPS: Mapping[OpOverload, Callable[..., Tensor]] = {torch.ops.mpar_rows.few_rows.default: _by_kernel}
+"""What stays one op in traces of references, and its function."""

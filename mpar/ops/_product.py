@@ -13,8 +13,9 @@ _FEWEST_ROWS = 64
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """`torch.mm(a, b)`: of a few rows of bfloat16 by mpar's C++, of float32 by oneDNN if that is faster on this machine. For
-    gradients of weights, where the rows of `a` are no rows in memory, it is not, or not for all shapes: those stay with torch.mm.
+    """`torch.mm(a, b)`: of a few rows by mpar's C++, if it has a kernel for how the matrix lies; of float32 by oneDNN, if that is
+    faster on this machine. For gradients of weights, where the rows of `a` are no rows in memory, it is not, or not for all
+    shapes: those stay with torch.mm.
     """
     found = few_rows(a, b)
     if found is not None:

@@ -8,9 +8,11 @@ that is more than a tensor, such as a `PackedMatrix`, is nothing that Inductor k
 """
 
 import functools
+import inspect
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,10 +20,11 @@ from torch import Tensor, fx
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
+from mpar.code_facts import code_facts, digest_of
 from mpar.kernels import REFERENCE, implementation
-from mpar.ops import PRIMITIVES, PackedMatrix, Primitive, joined_product, lie_side_by_side
+from mpar.ops import OPAQUE_OPS, PRIMITIVES, PackedMatrix, Primitive, few_rows_read_columns, joined_product, lie_side_by_side
 from mpar.runtime.comm import Comm
-from mpar.torch_private import inductor_compile, pytree, split_graph
+from mpar.torch_private import OpOverload, inductor_compile, pytree, split_graph
 
 __all__ = ["Neighbours", "apart", "compiled", "for_inductor"]
 
@@ -32,6 +35,8 @@ _LIBRARY = torch.library.Library("mpar_kernels", "DEF")
 _strides = Tensor.stride
 _FUNCTIONS: dict[object, Callable[..., object]] = {}
 """What the ops of the library call, which a torch op does not do for tensors of other classes."""
+_OPAQUE: dict[OpOverload, Callable[..., object]] = dict(OPAQUE_OPS)
+"""What Inductor's code calls for ops that torch does not look into."""
 
 
 @functools.cache
@@ -49,7 +54,7 @@ def for_inductor(primitive: str, name: str = REFERENCE) -> Callable[..., object]
     return _with_operands(defined, declared, fresh)
 
 
-def _define(op: str, schema: str, run: Callable[..., object], key: str) -> Callable[..., object]:
+def _define(op: str, schema: str, run: Callable[..., object], key: str) -> OpOverload:
     """Define an op that calls `run`; `key` is of torch's dispatcher."""
     _LIBRARY.define(f"{op}{schema}")
     _LIBRARY.impl(op, run, key)
@@ -60,10 +65,11 @@ def _define(op: str, schema: str, run: Callable[..., object], key: str) -> Calla
 
 def _define_opaque(
     op: str, schema: str, run: Callable[..., object], abstract: Callable[..., object] | None
-) -> Callable[..., object]:
+) -> OpOverload:
     """Define an op that torch does not look into."""
     defined = _define(op, schema, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"mpar_kernels::{op}", abstract, lib=_LIBRARY)
+    _OPAQUE[defined] = run
     return defined
 
 
@@ -201,12 +207,20 @@ def _compile(run: Code, operands: Sequence[Tensor], comm: Comm, neighbours: Neig
             _multiply_as_one(given[places[0]], num_summed, sum(weight.shape[num_summed:].numel() for weight in weights))
     whole, part_of = fx.GraphModule(root, graph), _parts(graph)
     if not any(number % 2 for number in part_of.values()):
-        return inductor_compile(whole, operands)
+        return _by_inductor(whole, operands)
     split = split_graph(whole, lambda node: part_of[node.name])
     for name, part in list(split.named_children()):
         if not int(name.removeprefix("submod_")) % 2:
-            setattr(split, name, _WhenCalled(part))
+            setattr(split, name, _WhenCalled(cast(fx.GraphModule, part)))
     return cast(Callable[..., tuple[Tensor, ...]], split)
+
+
+def _by_inductor(graph: fx.GraphModule, operands: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    """A graph compiled for such operands. In the graph mpar's ops are names, so torch's cache is told what they are here."""
+    functions = [_FUNCTIONS[node.target] for node in graph.graph.nodes if node.target in _FUNCTIONS]
+    files = sorted({inspect.getfile(inspect.unwrap(function)) for function in functions if inspect.isfunction(function)})
+    parts = [("mpar", repr(code_facts(["torch"])).encode()), *((file, Path(file).read_bytes()) for file in files)]
+    return inductor_compile(graph, operands, _OPAQUE, f"{digest_of(parts)} {few_rows_read_columns(torch.bfloat16)}")
 
 
 def _call_readers_apart(operand: fx.Node) -> None:
@@ -242,12 +256,12 @@ def _parts(graph: fx.Graph) -> dict[str, int]:
 class _WhenCalled(torch.nn.Module):
     """A part of a graph, which is compiled when it is first called."""
 
-    def __init__(self, part: torch.nn.Module) -> None:
+    def __init__(self, part: fx.GraphModule) -> None:
         super().__init__()
         self.part = part
         self.function: Callable[..., tuple[Tensor, ...]] | None = None
 
     def forward(self, *operands: Tensor) -> tuple[Tensor, ...]:
         if self.function is None:
-            self.function = inductor_compile(self.part, operands)
+            self.function = _by_inductor(self.part, operands)
         return self.function(*operands)

@@ -55,7 +55,7 @@ def test_commands_find_what_they_find_without(capsys, monkeypatch, folder, adapt
     """Answers with adapters by request, losses and scores. The graphs run as they were recorded, without a C++ compiler. A line
     says before a program is compiled for which steps or texts it is, and one behind, how long that took."""
     graphs = []
-    monkeypatch.setattr(_inductor, "inductor_compile", lambda graph, operands: graphs.append(graph) or graph)
+    monkeypatch.setattr(_inductor, "inductor_compile", lambda graph, *_: graphs.append(graph) or graph)
     generate, evaluate = ask_files(adapter_folders[0], tmp_path)
     found = []
     for execution in ("eager", "inductor"):
@@ -123,15 +123,15 @@ def test_what_the_compiler_says_is_shown(monkeypatch):
 
     monkeypatch.setattr(torch._inductor, "standalone_compile", fail)
     with pytest.raises(ConfigError, match=r"(?s)C\+\+ compiler g\+\+ has failed:\n  cc1plus: 1\n  fatal error: Python.h.*CXX"):
-        inductor_compile(torch.nn.Module(), [])
+        inductor_compile(torch.nn.Module(), [], {}, "")
     with pytest.raises(InductorError, match="a bug"):
-        inductor_compile(torch.nn.Module(), [])
+        inductor_compile(torch.nn.Module(), [], {}, "")
 
 
 def test_scores_are_compiled(monkeypatch):
     """Programs that score texts run by the same execution as steps."""
     graphs = []
-    monkeypatch.setattr(_inductor, "inductor_compile", lambda graph, operands: graphs.append(graph) or graph)
+    monkeypatch.setattr(_inductor, "inductor_compile", lambda graph, *_: graphs.append(graph) or graph)
     model = models.build("llama", KINDS["llama"].base)
     runner = make_runner(model, model.init(0), Sizes(rows=1, tokens=4, pages=9, page_size=4, length=16), execution="inductor")
     graphs.clear()

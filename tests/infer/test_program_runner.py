@@ -13,7 +13,7 @@ from mpar.chain import is_axes
 from mpar.errors import ConfigError
 from mpar.infer import Chosen, Engine, Sampling, Sizes, _packed_params
 from mpar.infer.compile import ProgramRunner, divisible_pages
-from mpar.ops import PackedMatrix, few_rows_are_faster
+from mpar.ops import PackedMatrix, few_rows_read_columns
 from mpar.strategy import preset
 from mpar.testing import assert_close
 from mpar.torch_private import onednn_packs
@@ -169,7 +169,7 @@ def test_steps_read_packed_matrices_only_by_products(variant, monkeypatch):
     packed when they come."""
     if not onednn_packs(torch.bfloat16):
         return  # this machine keeps plain weights, which test_greedy_equals_transformers covers
-    monkeypatch.setattr(_packed_params, "few_rows_are_faster", lambda dtype: False)
+    monkeypatch.setattr(_packed_params, "few_rows_read_columns", lambda dtype: False)
     model = _model(variant).with_dtype(torch.bfloat16)
     runner = ProgramRunner(model, model.init(0), SIZES)
     others = {path: leaf for path, leaf in tree.leaves_with_path(dataclasses.replace(model.init(1), mtp=None))}
@@ -185,7 +185,7 @@ def test_steps_read_packed_matrices_only_by_products(variant, monkeypatch):
 @pytest.mark.parametrize("variant", ["deepseek_v3", "gpt2", "mamba2", "mixtral", "qwen2"])
 def test_matrices_of_bfloat16_lie_by_columns(variant):
     """Where there are kernels in C++: the first ones and those that come later, as plain tensors with the same values."""
-    if not few_rows_are_faster(torch.bfloat16):
+    if not few_rows_read_columns(torch.bfloat16):
         return  # this machine packs them: see above
     model = _model(variant).with_dtype(torch.bfloat16)
     runner = ProgramRunner(model, model.init(0), SIZES)

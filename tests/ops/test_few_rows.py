@@ -1,4 +1,4 @@
-"""The product of a few rows of bfloat16 with a matrix that lies column by column, alone and as one of several."""
+"""The product of a few rows with a matrix that lies column by column or row by row, alone and as one of several."""
 
 import pytest
 import torch
@@ -16,20 +16,40 @@ pytestmark = needs_kernels
 @pytest.mark.parametrize("columns", [1, 3, 4, 77])
 @pytest.mark.parametrize("inner", [32, 96, 896])
 @pytest.mark.parametrize("rows", [1, 3, 4, 8])
-def test_equals_the_product(rows, inner, columns, make_tensor):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_equals_the_product_column_by_column(dtype, rows, inner, columns, make_tensor):
     """In float64, of operands that are parts of wider ones."""
-    a = make_tensor((rows, inner + 32), torch.bfloat16)[:, :inner]
-    b = make_tensor((columns, inner + 32), torch.bfloat16)[:, :inner].T
+    a = make_tensor((rows, inner + 32), dtype)[:, :inner]
+    b = make_tensor((columns, inner + 32), dtype)[:, :inner].T
     y = few_rows(a, b)
-    assert y.dtype == torch.bfloat16 and y.is_contiguous()
-    assert_close(y, (a.double() @ b.double()).to(torch.bfloat16), rtol=3e-3)
+    assert y.dtype == dtype and y.is_contiguous()
+    assert_close(y, (a.double() @ b.double()).to(dtype), rtol=3e-3 if dtype == torch.bfloat16 else 1e-6)
 
 
-def test_a_row_alone_has_the_same_bits(make_tensor):
-    """Whichever others there are."""
-    a, b = make_tensor((7, 64), torch.bfloat16), make_tensor((50, 64), torch.bfloat16).T
+@pytest.mark.parametrize("columns", [32, 96, 320])
+@pytest.mark.parametrize("inner", [1, 7, 896])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16])
+def test_equals_the_product_row_by_row(rows, inner, columns, make_tensor):
+    """The same of a matrix of float32 as it mostly lies."""
+    a, b = make_tensor((rows, inner + 3))[:, :inner], make_tensor((inner, columns + 5))[:, :columns]
+    y = few_rows(a, b)
+    assert y.is_contiguous()
+    assert_close(y, a.double() @ b.double(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "lies"), [(torch.bfloat16, "columns"), (torch.float32, "columns"), (torch.float32, "rows")])
+def test_a_row_alone_has_the_same_bits(dtype, lies, make_tensor):
+    """Whichever others there are, and with one thread."""
+    a, b = make_tensor((7, 512), dtype), make_tensor((96, 512), dtype).T
+    b = b if lies == "columns" else b.contiguous()
     together = few_rows(a, b)
     assert all(torch.equal(few_rows(a[i : i + 1], b)[0], together[i]) for i in range(7))
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert torch.equal(few_rows(a, b), together)
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def test_parameters_and_traces(make_tensor):
@@ -43,11 +63,16 @@ def test_parameters_and_traces(make_tensor):
 
 
 def test_what_is_left_to_torch(make_tensor):
-    """More rows, a length that is no multiple of 32, matrices that lie row by row, other dtypes."""
-    a, b = make_tensor((8, 64), torch.bfloat16), make_tensor((5, 64), torch.bfloat16).T
+    """More rows, lengths that are no multiple of 32, operands that overlap or lie otherwise, other dtypes."""
+    a, b = make_tensor((8, 64), torch.bfloat16), make_tensor((32, 64), torch.bfloat16).T
     assert few_rows(a.repeat(2, 1), b) is None and few_rows(a[:, :40], b[:40]) is None
     assert few_rows(a, b[:32]) is None and few_rows(a, b.to("meta")) is None
-    assert few_rows(a, b.contiguous()) is None and few_rows(a.float(), b.float()) is None
+    assert few_rows(a, b.contiguous()) is None and few_rows(a.double(), b.double()) is None
+    assert few_rows(a.float(), b) is None and few_rows(a[:0], b) is None
+    a, b = a.float(), b.float().contiguous()
+    assert few_rows(a, b) is not None and few_rows(a.repeat(3, 1), b) is None
+    assert few_rows(a, b[:, :31]) is None and few_rows(a, b[:1].expand(64, -1)) is None
+    assert few_rows(a[:, :8].T, b[:8]) is None
 
 
 @pytest.mark.parametrize("num_summed", [1, 2])

@@ -1,5 +1,10 @@
 """Code that Inductor compiled: messages, control flow and writes are what they are in code that runs as it is."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -98,7 +103,7 @@ def test_operands_that_are_more_than_tensors(monkeypatch):
     between are compiled, here as recorded, and get plain tensors alone. Plain weights of the same strides have other code."""
     parts = []
 
-    def recorded(graph, operands):
+    def recorded(graph, operands, *_):
         assert all(type(operand) is torch.Tensor for operand in operands)
         parts.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
         return graph
@@ -116,3 +121,29 @@ def test_operands_that_are_more_than_tensors(monkeypatch):
         assert torch.allclose(product, -2 * x @ weight, atol=1e-5) and torch.allclose(first, -product * weight[:1], atol=1e-5)
         assert torch.allclose(sums, weight.sum(0), atol=1e-5) and len(multiplied) == count
     assert parts[0] == [torch.ops.aten.neg.default] and len(parts) == 4  # between what is apart, and all of the plain code
+
+
+COMPILES = """
+import sys, torch
+from mpar.runtime import _inductor
+from added import add
+op = _inductor._define("added", "(Tensor x) -> Tensor", add, "CompositeImplicitAutograd")
+graph = torch.fx.Graph()
+graph.output((graph.call_function(op, (graph.placeholder("x"),)),))
+print(_inductor._by_inductor(torch.fx.GraphModule({}, graph), [torch.zeros(2)])(torch.zeros(2))[0].tolist())
+"""
+
+
+def test_kept_code_is_of_the_functions_of_this_process(tmp_path):
+    """torch keeps what it has compiled for the next process, where an op of the same name may compute something else."""
+    printed = []
+    for number in (1, 2):
+        (tmp_path / "added.py").write_text(f"def add(x):\n    return x + {number}\n")
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "kept"), "PYTHONDONTWRITEBYTECODE": "1"}
+        path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+        done = subprocess.run(
+            [sys.executable, "-c", COMPILES], env=environment | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout.strip())
+    assert printed == ["[1.0, 1.0]", "[2.0, 2.0]"]

@@ -2,7 +2,8 @@
 
 import ctypes
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ _MOST_TOKENS = 16
 _SIZES = range(16, 1025, 16)
 _TYPES: Mapping[torch.dtype, str] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _NUMBERS = (
-    *("tokens", "q_distance", "kv_heads", "groups", "size", "places"),
+    *("batch", "tokens", "q_batch", "q_distance", "kv_heads", "groups", "size", "places"),
     *("rows", "row_pages", "page_size", "window", "shard"),
 )
 _Call = cpp_structure("_Call", _NUMBERS, ["scale", "soft_cap"])
@@ -29,35 +30,45 @@ def few_tokens(
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
     """The results of paged attention; None for what C++ does not support here. shard: pages that are not in the pools are left
     out. Raises IndexError for a token whose positions are in no page."""
-    run = cpp_function("paged_attention", f"paged_attention_{_TYPES[q.dtype]}", 11) if _supports(q, k, v) else None
-    if run is None:
+    if q.device.type != "cpu" or not k.is_contiguous() or not v.is_contiguous():
         return None
-    (groups, tokens, heads, size), (_, places, kv_heads, _) = q.shape, k.shape
-    q = q if q.stride()[2:] == (size, 1) else q.contiguous()
+    q = q if q.stride()[2:] == (q.shape[3], 1) else q.contiguous()
+    sizes = page_size, window or 0, shard, scale, soft_cap or 0.0
+    plan = _plan(q.dtype, q.shape, q.stride(), k.shape, pages.shape, *sizes)
+    if plan is None:
+        return None
+    run, call = plan
     rows, positions, pages = rows.contiguous(), positions.contiguous(), pages.contiguous()
     sinks = None if sinks is None else sinks.float().contiguous()
-    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
-    sizes = tokens, q.stride(1), kv_heads, heads // kv_heads, size, places, *pages.shape[1:], page_size, window or 0, shard
-    call, wrong = _call(*sizes, scale, soft_cap or 0.0), ctypes.c_int64(-1)
-    for group in range(groups):
-        given = [x.data_ptr() + group * x.stride(0) * x.element_size() for x in (q, k, v, rows, positions, pages)]
-        results = [None if sinks is None else sinks.data_ptr(), out[group].data_ptr(), lse[group].data_ptr()]
-        run(ctypes.addressof(call), *given, *results, ctypes.addressof(wrong))
-        if wrong.value >= 0:
-            row, position = int(rows[group, wrong.value]), int(positions[group, wrong.value])
-            raise IndexError(
-                f"paged_attention: position {position} of row {row} is in no page: there are {pages.shape[1]} rows of "
-                f"{pages.shape[2]} pages, and {places // page_size} pages in the pools"
-            )
+    out, lse, wrong = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:3], dtype=torch.float32), ctypes.c_int64(-1)
+    operands = [None if x is None else x.data_ptr() for x in (q, k, v, rows, positions, pages, sinks, out, lse)]
+    run(ctypes.addressof(call), *operands, ctypes.addressof(wrong))
+    if wrong.value >= 0:
+        row, position = int(rows.flatten()[wrong.value]), int(positions.flatten()[wrong.value])
+        raise IndexError(
+            f"paged_attention: position {position} of row {row} is in no page: there are {pages.shape[1]} rows of "
+            f"{pages.shape[2]} pages, and {k.shape[1] // page_size} pages in the pools"
+        )
     return out, lse
 
 
 @functools.lru_cache(maxsize=256)
-def _call(*members: float) -> ctypes.Structure:
-    """Sizes and parameters, which are the same in all layers of a step."""
-    return _Call(*members)
-
-
-def _supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    fits = q.shape[1] <= _MOST_TOKENS and q.shape[3] in _SIZES and q.numel() > 0
-    return fits and q.dtype in _TYPES and q.device.type == "cpu" and k.is_contiguous() and v.is_contiguous()
+def _plan(
+    dtype: torch.dtype,
+    shape_q: Sequence[int],
+    stride_q: Sequence[int],
+    shape_k: Sequence[int],
+    shape_pages: Sequence[int],
+    page_size: int,
+    window: int,
+    shard: bool,
+    scale: float,
+    soft_cap: float,
+) -> tuple[Callable[..., None], ctypes.Structure] | None:
+    """The kernel for such operands, if there is one, and the structure that it reads, the same in all layers of a step."""
+    (batch, tokens, heads, size), (_, places, kv_heads, _) = shape_q, shape_k
+    if tokens > _MOST_TOKENS or size not in _SIZES or dtype not in _TYPES or not math.prod(shape_q):
+        return None
+    run = cpp_function("paged_attention", f"paged_attention_{_TYPES[dtype]}", 11)
+    of_q = batch, tokens, *stride_q[:2], kv_heads, heads // kv_heads, size
+    return None if run is None else (run, _Call(*of_q, places, *shape_pages[1:], page_size, window, shard, scale, soft_cap))

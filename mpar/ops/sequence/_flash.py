@@ -1,6 +1,6 @@
 """Flash: attention of a block of queries and keys on a CPU, without all scores in memory, by mpar's kernel or torch's.
 
-Mpar's C++ (mpar/cpp/attention.cpp) takes float32 on CPUs with vectors of 512 bits; torch's is for what is left.
+Mpar's C++ (mpar/cpp/attention.cpp) takes float32 on CPUs with AVX2 or AVX-512; torch's is for what is left.
 """
 
 import ctypes
