@@ -110,7 +110,7 @@ void attend_all(const Call& call, const T* q, const T* keys, const T* values, co
   *wrong = first_wrong(call, rows, positions, pages);
   if (*wrong >= 0) return;
   const int64_t heads = call.kv_heads * call.groups, blocks = (call.groups + BLOCK - 1) / BLOCK;
-#pragma omp parallel for collapse(2) schedule(static)
+#pragma omp parallel for collapse(2) schedule(guided)
   for (int64_t token = 0; token < call.tokens; ++token) {
     for (int64_t part = 0; part < call.kv_heads * blocks; ++part) {
       const int64_t kv_head = part / blocks, start = part % blocks * BLOCK;

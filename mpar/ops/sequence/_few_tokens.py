@@ -1,4 +1,4 @@
-"""Few tokens: paged attention of a step's new tokens on a CPU, which read keys and values where they lie (mpar/cpp)."""
+"""Few tokens: paged attention on a CPU of tokens each of which reads keys and values where they lie (mpar/cpp)."""
 
 import ctypes
 import functools
@@ -12,8 +12,6 @@ from mpar.cpp import cpp_function, cpp_structure
 
 __all__ = ["few_tokens"]
 
-_MOST_TOKENS = 16
-"""Of more tokens many are of one prompt. Then products of matrices are faster."""
 _SIZES = range(16, 1025, 16)
 _TYPES: Mapping[torch.dtype, str] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _NUMBERS = (
@@ -67,7 +65,7 @@ def _plan(
 ) -> tuple[Callable[..., None], ctypes.Structure] | None:
     """The kernel for such operands, if there is one, and the structure that it reads, the same in all layers of a step."""
     (batch, tokens, heads, size), (_, places, kv_heads, _) = shape_q, shape_k
-    if tokens > _MOST_TOKENS or size not in _SIZES or dtype not in _TYPES or not math.prod(shape_q):
+    if size not in _SIZES or dtype not in _TYPES or not math.prod(shape_q):
         return None
     run = cpp_function("paged_attention", f"paged_attention_{_TYPES[dtype]}", 11)
     of_q = batch, tokens, *stride_q[:2], kv_heads, heads // kv_heads, size

@@ -5,7 +5,8 @@ says where. So rows grow without being moved, and tokens of many rows, one new o
 """
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,8 @@ paged_attention_p = Primitive(
 paged_attention_p.asks_host = True
 _GATHERED = 2**20
 """The most elements of keys that are copied out of their pages at a time, unless one row has more: they should fit a cache."""
+_FEW_TOKENS, _FEW_SCORES = 16, 4096
+"""A kernel takes runs of so many tokens, or with so many scores, each token alone: of longer ones products are faster."""
 
 
 def paged_attention(
@@ -103,21 +106,25 @@ def _impl(q, k, v, rows, positions, pages, sinks, *, shard, page_size, window, s
     """`out`, and the log-sum-exp of the scores (B, T, N). shard: the pools lack pages, whose numbers are outside of theirs;
     tokens see only the pages that are there."""
     params = {"shard": shard, "page_size": page_size, "window": window, "scale": scale, "soft_cap": soft_cap}
-    found = few_tokens(q, k, v, rows, positions, pages, sinks, **params)
-    if found is not None:
+    short, on_host = rows, ()
+    if q.shape[1] > _FEW_TOKENS:
+        on_host = tuple((tuple(a), tuple(b)) for a, b in zip(rows.tolist(), positions.tolist(), strict=True))
+        short = _without_long_runs(on_host, rows.device)
+    found = few_tokens(q, k, v, short, positions, pages, sinks, **params)
+    if found is not None and not any(_long_runs(*each) for each in on_host):
         return found
+    on_host = on_host or tuple((tuple(a), tuple(b)) for a, b in zip(rows.tolist(), positions.tolist(), strict=True))
     how = _How(shard, page_size, window, scale, soft_cap, sinks)
     page = page_size * k.shape[2] * k.shape[3]
     at_once = 0 if shard else max(1, _GATHERED // page)
     wide = q.dtype if _takes_flash(q, how) else _wide(q)
-    plans = [
-        _plan(tuple(of_rows), tuple(of_positions), page_size, at_once, window, wide, q.device)
-        for of_rows, of_positions in zip(rows.tolist(), positions.tolist(), strict=True)
-    ]
-    results = [
-        _attend(plan, q_TNH, (k_PKH.reshape(-1, page), v_PKH.reshape(-1, page)), positions_T, pages_RL, how)
-        for plan, q_TNH, k_PKH, v_PKH, positions_T, pages_RL in zip(plans, q, k, v, positions, pages, strict=True)
-    ]
+    results = []
+    for group, of_group in enumerate(on_host):
+        plan = (_long_runs(*of_group), ()) if found else _plan(*of_group, page_size, at_once, window, wide, q.device)
+        pools, others = (k[group].reshape(-1, page), v[group].reshape(-1, page)), found and (found[0][group], found[1][group])
+        results.append(_attend(plan, q[group], pools, positions[group], pages[group], how, others))
+    if found is not None:
+        return found
     if len(results) == 1:  # with few tokens the calls are what takes time
         return results[0][0][None], results[0][1][None]
     return torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results])
@@ -161,16 +168,26 @@ _Plan = tuple[tuple[_Run, ...], tuple[_Singles, ...]]
 
 
 def _attend(
-    plan: _Plan, q_TNH: Tensor, pools: tuple[Tensor, Tensor], positions_T: Tensor, pages_RL: Tensor, how: _How
+    plan: _Plan,
+    q_TNH: Tensor,
+    pools: tuple[Tensor, Tensor],
+    positions_T: Tensor,
+    pages_RL: Tensor,
+    how: _How,
+    others: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """The results of one group by its plan. A page is one row of the pools."""
+    """The results of one group by its plan, written to those of the tokens that the plan leaves out, if they are there. A page is
+    one row of the pools."""
     runs, singles = plan
     if not runs and len(singles) == 1 and singles[0].bias.shape[0] == q_TNH.shape[0]:
         return _attend_each(q_TNH, pools, pages_RL, singles[0], how)
     H = q_TNH.shape[2]
     num_heads = pools[0].shape[1] // how.page_size // H
-    out_TNH = q_TNH.new_zeros(q_TNH.shape)
-    lse_TN = torch.full(q_TNH.shape[:2], -torch.inf, dtype=_wide(q_TNH), device=q_TNH.device)
+    if others is None:
+        out_TNH = q_TNH.new_zeros(q_TNH.shape)
+        lse_TN = torch.full(q_TNH.shape[:2], -torch.inf, dtype=_wide(q_TNH), device=q_TNH.device)
+    else:
+        out_TNH, lse_TN = others
     for start, end, row, length in runs:
         used, order_M = _pages_of(pages_RL[row, : -(-length // how.page_size)], pools[0].shape[0], how)
         if not used.shape[0]:
@@ -217,16 +234,11 @@ def _plan(
     """
     runs: list[_Run] = []
     by_pages: dict[int, list[int]] = {}
-    start = 0
-    while start < len(rows):
-        end = start + 1
-        while end < len(rows) and rows[end] == rows[start]:
-            end += 1
-        if rows[start] >= 0 and (end - start > 1 or not at_once):
-            runs.append(_Run(start, end, rows[start], max(positions[start:end]) + 1))
-        elif rows[start] >= 0:
-            by_pages.setdefault(_rounded(positions[start] // page_size + 1), []).append(start)
-        start = end
+    for run in _all_runs(rows, positions):
+        if run.end - run.start > 1 or not at_once:
+            runs.append(run)
+        else:
+            by_pages.setdefault(_rounded((run.length - 1) // page_size + 1), []).append(run.start)
     singles = []
     for num_pages, tokens in sorted(by_pages.items()):
         count = max(1, at_once // num_pages)
@@ -237,6 +249,38 @@ def _plan(
             index, rows_N = (torch.tensor(each, device=device) for each in (part, own_rows))
             singles.append(_Singles(num_pages, index, rows_N, own_rows == list(range(len(part))), bias))
     return tuple(runs), tuple(singles)
+
+
+def _all_runs(rows: Sequence[int], positions: Sequence[int]) -> Iterator[_Run]:
+    """Neighbouring tokens of the same row, without padding."""
+    start = 0
+    for row, tokens in itertools.groupby(rows):
+        end = start + sum(1 for _ in tokens)
+        if row >= 0:
+            yield _Run(start, end, row, max(positions[start:end]) + 1)
+        start = end
+
+
+@functools.lru_cache(maxsize=64)
+def _long_runs(rows: Sequence[int], positions: Sequence[int]) -> tuple[_Run, ...]:
+    """The runs for which products of matrices are faster than a kernel that takes each token alone. That depends on the run, so
+    that a row gets the same bits beside any others."""
+
+    def is_long(run: _Run) -> bool:
+        count = run.end - run.start
+        return count > _FEW_TOKENS and count * run.length > _FEW_SCORES
+
+    return tuple(filter(is_long, _all_runs(rows, positions)))
+
+
+@functools.lru_cache(maxsize=16)
+def _without_long_runs(on_host: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device) -> Tensor:
+    """The rows of the tokens (B, T), where those of long runs are padding."""
+    left = [list(rows) for rows, _ in on_host]
+    for of_group, (rows, positions) in zip(left, on_host, strict=True):
+        for start, end, _, _ in _long_runs(rows, positions):
+            of_group[start:end] = [-1] * (end - start)
+    return torch.tensor(left, device=device)
 
 
 def _rounded(num_pages: int) -> int:
