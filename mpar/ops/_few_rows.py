@@ -1,7 +1,7 @@
 """Few rows: the product of a few rows with a matrix on a CPU, which mpar's C++ reads once (mpar/cpp/products.cpp).
 
-A matrix of float32 is read as it lies. One of bfloat16 has to lie column by column, the faster way where it takes the time to read
-from memory.
+A matrix of float32 is read as it lies. One of bfloat16 has to lie column by column: the faster way if reading it from memory is
+what takes time.
 """
 
 import ctypes

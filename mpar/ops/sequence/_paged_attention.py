@@ -34,6 +34,8 @@ paged_attention_p = Primitive(
 paged_attention_p.asks_host = True
 _GATHERED = 2**20
 """The most elements of keys that are copied out of their pages at a time, unless one row has more: they should fit a cache."""
+_OnHost = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+"""For each group, the rows and the positions of its tokens."""
 _FEW_TOKENS, _FEW_SCORES = 16, 4096
 """A kernel takes runs of so many tokens, or with so many scores, each token alone: of longer ones products are faster."""
 
@@ -106,20 +108,17 @@ def _impl(q, k, v, rows, positions, pages, sinks, *, shard, page_size, window, s
     """`out`, and the log-sum-exp of the scores (B, T, N). shard: the pools lack pages, whose numbers are outside of theirs;
     tokens see only the pages that are there."""
     params = {"shard": shard, "page_size": page_size, "window": window, "scale": scale, "soft_cap": soft_cap}
-    short, on_host = rows, ()
-    if q.shape[1] > _FEW_TOKENS:
-        on_host = tuple((tuple(a), tuple(b)) for a, b in zip(rows.tolist(), positions.tolist(), strict=True))
-        short = _without_long_runs(on_host, rows.device)
+    on_host = _on_host(rows, positions) if q.shape[1] > _FEW_TOKENS else ()
+    short = _without_long_runs(on_host, rows.device) if on_host else rows
     found = few_tokens(q, k, v, short, positions, pages, sinks, **params)
     if found is not None and not any(_long_runs(*each) for each in on_host):
         return found
-    on_host = on_host or tuple((tuple(a), tuple(b)) for a, b in zip(rows.tolist(), positions.tolist(), strict=True))
     how = _How(shard, page_size, window, scale, soft_cap, sinks)
     page = page_size * k.shape[2] * k.shape[3]
     at_once = 0 if shard else max(1, _GATHERED // page)
     wide = q.dtype if _takes_flash(q, how) else _wide(q)
     results = []
-    for group, of_group in enumerate(on_host):
+    for group, of_group in enumerate(on_host or _on_host(rows, positions)):
         plan = (_long_runs(*of_group), ()) if found else _plan(*of_group, page_size, at_once, window, wide, q.device)
         pools, others = (k[group].reshape(-1, page), v[group].reshape(-1, page)), found and (found[0][group], found[1][group])
         results.append(_attend(plan, q[group], pools, positions[group], pages[group], how, others))
@@ -128,6 +127,10 @@ def _impl(q, k, v, rows, positions, pages, sinks, *, shard, page_size, window, s
     if len(results) == 1:  # with few tokens the calls are what takes time
         return results[0][0][None], results[0][1][None]
     return torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results])
+
+
+def _on_host(rows: Tensor, positions: Tensor) -> _OnHost:
+    return tuple((tuple(a), tuple(b)) for a, b in zip(rows.tolist(), positions.tolist(), strict=True))
 
 
 class _How(NamedTuple):
@@ -274,7 +277,7 @@ def _long_runs(rows: Sequence[int], positions: Sequence[int]) -> tuple[_Run, ...
 
 
 @functools.lru_cache(maxsize=16)
-def _without_long_runs(on_host: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device) -> Tensor:
+def _without_long_runs(on_host: _OnHost, device: torch.device) -> Tensor:
     """The rows of the tokens (B, T), where those of long runs are padding."""
     left = [list(rows) for rows, _ in on_host]
     for of_group, (rows, positions) in zip(left, on_host, strict=True):
