@@ -38,6 +38,7 @@ __all__ = [
     "last_autograd_node",
     "map_tensors",
     "no_torch_function",
+    "onednn_has_bfloat16",
     "onednn_is_faster",
     "onednn_linear",
     "onednn_mm",
@@ -122,7 +123,14 @@ def _is_amd() -> bool:
 
 def onednn_packs(dtype: torch.dtype) -> bool:
     """Whether products with a matrix in the blocks of oneDNN are faster on this machine: in bfloat16, if its CPU computes so."""
-    return dtype == torch.bfloat16 and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.bfloat16 and onednn_has_bfloat16()
+
+
+@functools.cache
+def onednn_has_bfloat16() -> bool:
+    """Whether oneDNN multiplies matrices of bfloat16 on this CPU; where it does not, torch.mm takes several times as long as of
+    float32."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def onednn_pack(matrix: torch.Tensor) -> torch.Tensor:

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mpar.cpp import cpp_function, cpp_structure
-from mpar.torch_private import OpOverload
+from mpar.torch_private import OpOverload, onednn_has_bfloat16
 
 __all__ = ["OPAQUE_OPS", "few_rows", "few_rows_read_columns"]
 
-_MOST_ROWS = {"by_rows_float32": 16, "by_columns_float32": 8, "by_columns_bfloat16": 8}
-"""By kernel; more rows are faster in tiles of oneDNN or MKL."""
+_MOST_ROWS = {"by_rows_float32": 16, "by_columns_float32": 8, "by_columns_bfloat16": 8 if onednn_has_bfloat16() else 32}
+"""By kernel; more rows are faster in tiles of oneDNN or MKL, for which bfloat16 has to be widened on some CPUs."""
 _UNIT = 32
 """What is beside each other in memory, columns or rows, is a multiple of this."""
 _PLAIN = (Tensor, Parameter)

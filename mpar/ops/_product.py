@@ -1,28 +1,43 @@
-"""Product: a product of two matrices on a CPU, by the faster of the libraries that torch has."""
+"""Product: a product of two matrices on a CPU, by the fastest way that there is for their dtype, their sizes and how they lie."""
 
 import torch
 from torch import Tensor
 
 from mpar.ops._few_rows import few_rows
-from mpar.torch_private import onednn_is_faster, onednn_mm
+from mpar.torch_private import onednn_has_bfloat16, onednn_is_faster, onednn_mm
 
 __all__ = ["product"]
 
 _FEWEST_ROWS = 64
 """With fewer rows oneDNN loses what it gains: it first copies the second matrix into its own order."""
+_WIDENED = 2**22
+"""Elements of a matrix of bfloat16 that are float32 at a time."""
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """`torch.mm(a, b)`: of a few rows by mpar's C++, if it has a kernel for how the matrix lies; of float32 by oneDNN, if that is
-    faster on this machine. For gradients of weights, where the rows of `a` are no rows in memory, it is not, or not for all
-    shapes: those stay with torch.mm.
+    """`torch.mm(a, b)`, whatever is fastest on this CPU.
+
+    A few rows are multiplied by mpar's C++, if it has a kernel for how the matrix lies; bfloat16 in float32, if the CPU does not
+    compute in it; float32 by oneDNN, if that is faster here. For gradients of weights, where the rows of `a` are no rows in
+    memory, it is not, or not for all shapes: those stay with torch.mm.
     """
     found = few_rows(a, b)
     if found is not None:
         return found
+    if a.dtype == b.dtype == torch.bfloat16 and a.device.type == "cpu" and not onednn_has_bfloat16():
+        return _in_float32(a, b)
     if a.dtype != torch.float32 or a.device.type != "cpu" or a.shape[0] < _FEWEST_ROWS or not onednn_is_faster():
         return torch.mm(a, b)
     return onednn_mm(a, b) if _has_rows(a) and (_has_rows(b) or _has_rows(b.t())) else torch.mm(a, b)
+
+
+def _in_float32(a: Tensor, b: Tensor) -> Tensor:
+    """The product of float32, rounded once, which takes a fifth of the time of torch.mm on an AMD EPYC with AVX2 (512 rows).
+    Columns are widened in turn, so that no large matrix is there twice."""
+    wide, count = a.float(), max(1, _WIDENED // max(1, b.shape[0]))
+    if b.shape[1] <= count:
+        return torch.mm(wide, b.float()).to(a.dtype)
+    return torch.cat([torch.mm(wide, part.float()).to(a.dtype) for part in b.split(count, 1)], 1)
 
 
 def _has_rows(x: Tensor) -> bool:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mpar.ops import _product
 from mpar.ops._product import product
 from mpar.testing import assert_close
 
@@ -34,3 +35,16 @@ def test_a_row_does_not_depend_on_others():
     other = a.clone()
     other[1:] = torch.randn(127, 48)
     assert torch.equal(product(a, b)[0], product(other, b)[0])
+
+
+@pytest.mark.parametrize("widened", [2**22, 100], ids=["at once", "in parts"])
+@pytest.mark.parametrize("layout", ["rows", "columns", "parts of longer rows", "one column"])
+def test_bfloat16_on_a_cpu_that_does_not_compute_in_it(layout, widened, monkeypatch):
+    """Sums are those of float32, rounded once."""
+    monkeypatch.setattr(_product, "onednn_has_bfloat16", lambda: False)
+    monkeypatch.setattr(_product, "_WIDENED", widened)
+    for m, k, n in ((70, 24, 40), (9, 1, 7), (1, 7, 1), (64, 0, 5), (64, 5, 0), (0, 5, 7)):
+        a, b = torch.randn(m, k).bfloat16(), LAYOUTS[layout](k, n).bfloat16()
+        y = product(a, b)
+        assert y.shape == (m, n) and y.is_contiguous() and y.dtype == torch.bfloat16
+        assert_close(y, (a.double() @ b.double()).bfloat16(), rtol=2**-7, name=f"{m} x {k} x {n}")
