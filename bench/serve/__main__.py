@@ -90,15 +90,17 @@ def measure(keys: Sequence[str], num_clients: int, duration_s: float, num_compar
             memory = Memory(server.pid)
             memory.start()
             began, foreign = time.monotonic(), foreign_cpu_s()
-            load = asyncio.run(under_load(found[0], num_clients, duration_s, 200, seed))
-            wall_s = time.monotonic() - began
-            busy_cores = (foreign_cpu_s() - foreign) / wall_s
-            memory.ended.set()
-            stayed = [asked for asked in load.asked if asked.leaves_after is None]
-            compared = random.Random(seed).sample(stayed, min(num_compared, len(stayed)))
-            unlike = sum(asyncio.run(answer_alone(found[0], asked)) != asked.tokens for asked in compared)
-            server.send_signal(signal.SIGTERM)
-            server.wait(timeout=60)
+            try:
+                load = asyncio.run(under_load(found[0], num_clients, duration_s, 200, seed))
+                wall_s = time.monotonic() - began
+                busy_cores = (foreign_cpu_s() - foreign) / wall_s
+                stayed = [asked for asked in load.asked if asked.leaves_after is None]
+                compared = random.Random(seed).sample(stayed, min(num_compared, len(stayed)))
+                unlike = sum(asyncio.run(answer_alone(found[0], asked)) != asked.tokens for asked in compared)
+            finally:
+                memory.ended.set()
+                server.send_signal(signal.SIGTERM)
+                server.wait(timeout=60)
         for asked in load.asked:
             if asked.failure:
                 print(asked.failure[:200], file=sys.stderr)

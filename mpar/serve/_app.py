@@ -343,5 +343,5 @@ class _Stream(Response):
                 self.worker.cancel(self.job)
 
     async def _send(self, send: Send, value: object) -> None:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps(value, separators=(",", ":"))  # ASCII: some clients split lines at U+0085 or U+2028, too
         await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})

@@ -65,6 +65,15 @@ def test_completions_of_several_prompts(client):
     assert "".join(chunk.choices[0].text for chunk in streamed) == at_once.choices[0].text
 
 
+def test_lines_of_a_stream_are_lines_to_every_client(server):
+    """httpx and others split lines at U+0085, U+2028 and the like, too."""
+    prompt = "a\u2028b\x85c\x0bé"
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "stream": True, "echo": True}
+    with httpx.stream("POST", f"{server[0]}/v1/completions", json=body) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line not in ("", "data: [DONE]")]
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines).startswith(prompt)
+
+
 def test_stops_and_biases(client):
     """A stop text ends the answer and is not in it; a bias of 100 makes a token certain."""
     free = client.completions.create(model="tiny", prompt="abc", max_tokens=20, logit_bias={"97": 50, "98": 49.9}).choices[0]
