@@ -94,6 +94,7 @@ def measure(keys: Sequence[str], num_clients: int, duration_s: float, num_compar
                 load = asyncio.run(under_load(found[0], num_clients, duration_s, 200, seed))
                 wall_s = time.monotonic() - began
                 busy_cores = (foreign_cpu_s() - foreign) / wall_s
+                memory.ended.set()
                 stayed = [asked for asked in load.asked if asked.leaves_after is None]
                 compared = random.Random(seed).sample(stayed, min(num_compared, len(stayed)))
                 unlike = sum(asyncio.run(answer_alone(found[0], asked)) != asked.tokens for asked in compared)

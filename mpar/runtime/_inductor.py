@@ -8,11 +8,10 @@ that is more than a tensor, such as a `PackedMatrix`, is nothing that Inductor k
 """
 
 import functools
-import inspect
 import operator
 import re
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -24,7 +23,7 @@ from mpar.code_facts import code_facts, digest_of
 from mpar.kernels import REFERENCE, implementation
 from mpar.ops import OPAQUE_OPS, PRIMITIVES, PackedMatrix, Primitive, few_rows_read_columns, joined_product, lie_side_by_side
 from mpar.runtime.comm import Comm
-from mpar.torch_private import OpOverload, inductor_compile, pytree, split_graph
+from mpar.torch_private import OpOverload, inductor_compile, onednn_has_bfloat16, onednn_is_faster, pytree, split_graph
 
 __all__ = ["Neighbours", "apart", "compiled", "for_inductor"]
 
@@ -37,6 +36,8 @@ _FUNCTIONS: dict[object, Callable[..., object]] = {}
 """What the ops of the library call, which a torch op does not do for tensors of other classes."""
 _OPAQUE: dict[OpOverload, Callable[..., object]] = dict(OPAQUE_OPS)
 """What Inductor's code calls for ops that torch does not look into."""
+_PROCESS = uuid.uuid4().hex
+"""Code of functions from outside mpar is compiled for this process alone: nobody knows what else they call."""
 
 
 @functools.cache
@@ -218,9 +219,11 @@ def _compile(run: Code, operands: Sequence[Tensor], comm: Comm, neighbours: Neig
 def _by_inductor(graph: fx.GraphModule, operands: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
     """A graph compiled for such operands. In the graph mpar's ops are names, so torch's cache is told what they are here."""
     functions = [_FUNCTIONS[node.target] for node in graph.graph.nodes if node.target in _FUNCTIONS]
-    files = sorted({inspect.getfile(inspect.unwrap(function)) for function in functions if inspect.isfunction(function)})
-    parts = [("mpar", repr(code_facts(["torch"])).encode()), *((file, Path(file).read_bytes()) for file in files)]
-    return inductor_compile(graph, operands, _OPAQUE, f"{digest_of(parts)} {few_rows_read_columns(torch.bfloat16)}")
+    products = few_rows_read_columns(torch.bfloat16), onednn_has_bfloat16(), onednn_is_faster()
+    facts: list[object] = [code_facts(["torch"]), products]
+    if not all(f"{getattr(function, '__module__', '')}.".startswith("mpar.") for function in functions):
+        facts.append(_PROCESS)
+    return inductor_compile(graph, operands, _OPAQUE, digest_of([("facts", repr(facts).encode())]))
 
 
 def _call_readers_apart(operand: fx.Node) -> None:
