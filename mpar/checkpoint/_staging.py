@@ -70,8 +70,8 @@ def _allocate(size: int, device: torch.device) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     if device.type == "cuda":
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    memory = mmap.mmap(-1, size)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)  # which shared memory does not take
     pages = np.frombuffer(memory, dtype=np.uint8)
     pages.fill(0)
     return torch.from_numpy(pages)

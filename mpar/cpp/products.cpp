@@ -2,6 +2,8 @@
 //
 // A row gets the same bits whichever others there are, and whatever the number of threads.
 
+#include <omp.h>
+
 #include "vectors.h"
 
 namespace {
@@ -10,6 +12,7 @@ constexpr int64_t SHORT = 1 << 15;                          // with fewer produc
 constexpr int64_t CHUNK = 4;                                // vectors of a row that one thread computes
 constexpr int64_t COLUMNS = 4;                              // that share what is loaded of a row
 constexpr int64_t AHEAD = 8;                                // rows between the one that is multiplied and the one that is fetched
+constexpr int64_t AHEAD_IN_COLUMN = 256;                    // the same in numbers of a column and the next, which lie one after the other
 constexpr int64_t LINE = 64 / sizeof(float);                // numbers that memory gives at once
 constexpr int64_t SUMS = REGISTERS / 2, PAIR = 2 * WIDTH;   // vectors that stay in registers; numbers of bfloat16 of a load
 
@@ -58,15 +61,16 @@ inline void load_pair(const float* x, Lanes* first, Lanes* second) {
   *second = in_register(load(x + WIDTH));
 }
 
-// Rows are float32 here, in pairs of vectors as `load_pair` makes them. `count`: how many of the columns there are.
+// `count` columns, each `distance` behind the one before. Rows are float32 here, in pairs of vectors as `load_pair` makes them.
 template <int64_t ROWS, typename T>
-void multiply_columns(const Call& call, const float* x, const T* w, int64_t count, T* y) {
+void multiply_columns(const Call& call, const float* x, const T* w, int64_t count, int64_t distance, T* y) {
+  const int64_t step = distance * call.w_step;
   Lanes sums[ROWS][COLUMNS] = {};
   for (int64_t i = 0; i < call.inner; i += PAIR) {
-    for (int64_t c = 0; c < COLUMNS; ++c) __builtin_prefetch(w + (c + COLUMNS) * call.w_step + i);  // what this thread reads next
+    for (int64_t c = 0; c < COLUMNS; ++c) __builtin_prefetch(w + c * step + i + AHEAD_IN_COLUMN);
     for (int64_t c = 0; c < COLUMNS; ++c) {
       Lanes even, odd;
-      load_pair(w + (c < count ? c : 0) * call.w_step + i, &even, &odd);
+      load_pair(w + (c < count ? c : 0) * step + i, &even, &odd);
       for (int64_t r = 0; r < ROWS; ++r) {
         sums[r][c] += load(x + r * call.inner + i) * even;
         sums[r][c] += load(x + r * call.inner + i + WIDTH) * odd;
@@ -77,7 +81,7 @@ void multiply_columns(const Call& call, const float* x, const T* w, int64_t coun
     for (int64_t c = 0; c < count; ++c) {
       T rounded[WIDTH];
       store(Lanes{} + sum_of(sums[r][c]), rounded);
-      y[r * call.y_row + c] = rounded[0];
+      y[r * call.y_row + c * distance] = rounded[0];
     }
 }
 
@@ -92,14 +96,20 @@ void multiply_all_columns(const Call& call, const T* x, const T* w, T* y) {
       store(first, wide.data() + r * call.inner + i);
       store(second, wide.data() + r * call.inner + i + WIDTH);
     }
-#pragma omp parallel for schedule(static) if (call.rows * call.inner * call.columns > SHORT)
-  for (int64_t c = 0; c < call.columns; c += COLUMNS) {
-    const int64_t count = std::min(COLUMNS, call.columns - c);
-    int64_t r = 0;
-    for (; r + together <= call.rows; r += together)
-      multiply_columns<together>(call, wide.data() + r * call.inner, w + c * call.w_step, count, y + r * call.y_row + c);
-    for (; r < call.rows; ++r)
-      multiply_columns<1>(call, wide.data() + r * call.inner, w + c * call.w_step, count, y + r * call.y_row + c);
+  // Columns that are computed together are far apart, as memory gives several streams of a thread faster than one.
+  const int64_t threads = call.rows * call.inner * call.columns > SHORT ? omp_get_max_threads() : 1;
+  const int64_t distance = (call.columns + threads * COLUMNS - 1) / (threads * COLUMNS);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t t = 0; t < threads; ++t) {
+    const int64_t start = t * COLUMNS * distance;
+    for (int64_t c = start; c < std::min(start + distance, call.columns); ++c) {
+      const int64_t count = std::min(COLUMNS, (call.columns - c + distance - 1) / distance);
+      int64_t r = 0;
+      for (; r + together <= call.rows; r += together)
+        multiply_columns<together>(call, wide.data() + r * call.inner, w + c * call.w_step, count, distance, y + r * call.y_row + c);
+      for (; r < call.rows; ++r)
+        multiply_columns<1>(call, wide.data() + r * call.inner, w + c * call.w_step, count, distance, y + r * call.y_row + c);
+    }
   }
 }
 

@@ -37,7 +37,7 @@ Compiling = Callable[[str], AbstractContextManager[object]]
 Kept = Callable[[str, Callable[[], Program]], Program]
 """`kept(role, make)` gives the program for `role`: one that was kept from another time, or that of `make`. The role tells
 programs of one model apart."""
-_FIRST, _GROWTH = (1, 4, 8, 16), 4
+_FIRST, _GROWTH = (1, 4, 8, 16), 2
 """The numbers of tokens for which there are programs: these, and then each exceeds the one before by a factor. More of them would
 mean less padding, but more to compile; most steps of an engine have one token of each of a few rows."""
 
