@@ -6,7 +6,7 @@ from torch import Tensor
 from mpar.ops._few_rows import few_rows
 from mpar.torch_private import onednn_has_bfloat16, onednn_is_faster, onednn_mm
 
-__all__ = ["product"]
+__all__ = ["add_product", "product"]
 
 _FEWEST_ROWS = 64
 """With fewer rows oneDNN loses what it gains: it first copies the second matrix into its own order."""
@@ -26,9 +26,21 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         return found
     if a.dtype == b.dtype == torch.bfloat16 and a.device.type == "cpu" and not onednn_has_bfloat16():
         return _in_float32(a, b)
+    return onednn_mm(a, b) if _is_for_onednn(a, b) else torch.mm(a, b)
+
+
+def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """`x += product(a, b)`, without memory for the product where torch adds to `x` what it multiplies."""
+    if a.device.type == "cpu" and (a.dtype not in (torch.float32, torch.float64) or _is_for_onednn(a, b)):
+        return x.add_(product(a, b))
+    found = few_rows(a, b)
+    return x.addmm_(a, b) if found is None else x.add_(found)
+
+
+def _is_for_onednn(a: Tensor, b: Tensor) -> bool:
     if a.dtype != torch.float32 or a.device.type != "cpu" or a.shape[0] < _FEWEST_ROWS or not onednn_is_faster():
-        return torch.mm(a, b)
-    return onednn_mm(a, b) if _has_rows(a) and (_has_rows(b) or _has_rows(b.t())) else torch.mm(a, b)
+        return False
+    return _has_rows(a) and (_has_rows(b) or _has_rows(b.t()))
 
 
 def _in_float32(a: Tensor, b: Tensor) -> Tensor:

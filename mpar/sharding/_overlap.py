@@ -8,7 +8,7 @@ from mpar.sharding._pass import graph_pass
 
 __all__ = ["overlap_posted"]
 
-PRODUCTS = ("einsum", "attention", "grouped_matmul", "mlp_tiled")
+PRODUCTS = ("einsum", "einsum_add", "attention", "grouped_matmul", "mlp_tiled")
 
 
 @graph_pass

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from mpar.compiler.segment._add_products import add_products
 from mpar.compiler.segment._code import Code, SegmentCode, SegmentSpecs, Target, TracedSegment
 from mpar.compiler.segment._join_products import join_products
 from mpar.compiler.segment._make_code import make_code
@@ -39,6 +40,7 @@ def compile_segment(name: str, traced: TracedSegment, specs: SegmentSpecs, targe
     ranked = lower(traced.logical, target.mesh, in_specs, out_specs, target.table, hints)
     _fill_results(ranked.graph)
     check(ranked)
+    add_products(ranked.graph)
     mark_ragged(ranked.graph)
     joint = None if traced.x_out else _joint_code(name, ranked, target)
     return _cut_in_two(name, traced, ranked, target, joint)
@@ -50,6 +52,7 @@ def _compile_forward(name: str, traced: TracedSegment, specs: SegmentSpecs, targ
     out_specs = [*specs.out, *[None] * len((*traced.losses, *traced.metrics))]
     ranked = lower(traced.logical, target.mesh, in_specs, out_specs, target.table)
     check(ranked)
+    add_products(ranked.graph)
     mark_ragged(ranked.graph)
     graph, state = ranked.graph, slice(traced.num_params + traced.num_x - traced.num_state, traced.num_params + traced.num_x)
     results = list(graph.output_node().args[0])

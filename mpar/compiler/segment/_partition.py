@@ -326,6 +326,7 @@ def names_of(node: fx.Node) -> frozenset[str]:
     primitive = primitive_of(node.target)
     if primitive is not None:
         names.add(primitive.name)
+        names |= {"einsum"} if primitive.name == "einsum_add" else set()
     elif node.target in collectives.COLLECTIVES:
         names.add(node.target.__name__)
     elif node.target == aten._to_copy.default:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from mpar import tree
+from mpar.ops import PRIMITIVES
 from mpar.sharding import graph_pass
 from mpar.torch_private import storage_key
 
@@ -39,6 +40,7 @@ OVER_FIRST = {getattr(aten, name).default: getattr(aten, f"{name}_").default for
     aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
     aten.pow.Tensor_Scalar: aten.pow_.Scalar,
     aten.sub.Tensor: aten.sub_.Tensor,
+    PRIMITIVES["einsum_add"].op: PRIMITIVES["einsum_add_over"].op,
 }
 """Ops that may write over their first operand only. Both forms take the same operands and give the same bits."""
 OVER_GRADIENT = {
