@@ -8,7 +8,7 @@
 namespace {
 
 constexpr int64_t TILE = 64;             // queries, and keys, of a tile
-constexpr int64_t ROWS = REGISTERS / 4;  // whose sums, of 2 vectors each, stay in registers
+constexpr int64_t ROWS = REGISTERS > 16 ? 8 : 6;  // whose sums, of 2 vectors each, stay in registers
 
 // The distances in memory from one row of a batch, one head and one position to the next; features are neighbours.
 struct Layout {
@@ -24,12 +24,12 @@ struct Call {
 };
 
 // c[r] (+)= sum over i of a[r, i] b[i], for rows r of VECTORS vectors.
-template <int64_t COUNT, int VECTORS>
+template <int64_t COUNT, int VECTORS, bool ADD>
 inline void multiply_rows(int64_t inner, const float* a, int64_t a_row, int64_t a_inner, const float* b, int64_t b_row, float* c,
-                          int64_t c_row, bool add) {
+                          int64_t c_row) {
   Lanes sums[COUNT][VECTORS];
   for (int r = 0; r < COUNT; ++r)
-    for (int j = 0; j < VECTORS; ++j) sums[r][j] = add ? load(c + r * c_row + j * WIDTH) : Lanes{};
+    for (int j = 0; j < VECTORS; ++j) sums[r][j] = ADD ? load(c + r * c_row + j * WIDTH) : Lanes{};
   for (int64_t i = 0; i < inner; ++i, b += b_row) {
     Lanes x[VECTORS];
     for (int j = 0; j < VECTORS; ++j) x[j] = in_register(load(b + j * WIDTH));
@@ -43,43 +43,57 @@ inline void multiply_rows(int64_t inner, const float* a, int64_t a_row, int64_t 
 }
 
 // The same for any number of rows and of columns; these are whole vectors.
-template <int VECTORS>
+template <int VECTORS, bool ADD>
 inline void multiply_columns(int64_t rows, int64_t inner, const float* a, int64_t a_row, int64_t a_inner, const float* b,
-                             int64_t b_row, float* c, int64_t c_row, bool add) {
+                             int64_t b_row, float* c, int64_t c_row) {
   int64_t r = 0;
   for (; r + ROWS <= rows; r += ROWS)
-    multiply_rows<ROWS, VECTORS>(inner, a + r * a_row, a_row, a_inner, b, b_row, c + r * c_row, c_row, add);
-  for (; r < rows; ++r) multiply_rows<1, VECTORS>(inner, a + r * a_row, a_row, a_inner, b, b_row, c + r * c_row, c_row, add);
+    multiply_rows<ROWS, VECTORS, ADD>(inner, a + r * a_row, a_row, a_inner, b, b_row, c + r * c_row, c_row);
+  for (; r + 4 <= rows; r += 4) multiply_rows<4, VECTORS, ADD>(inner, a + r * a_row, a_row, a_inner, b, b_row, c + r * c_row, c_row);
+  for (; r < rows; ++r) multiply_rows<1, VECTORS, ADD>(inner, a + r * a_row, a_row, a_inner, b, b_row, c + r * c_row, c_row);
 }
 
+template <bool ADD>
 void multiply(int64_t rows, int64_t columns, int64_t inner, const float* a, int64_t a_row, int64_t a_inner, const float* b,
-              int64_t b_row, float* c, int64_t c_row, bool add) {
+              int64_t b_row, float* c, int64_t c_row) {
   int64_t j = 0;
   for (; j + 2 * WIDTH <= columns; j += 2 * WIDTH)
-    multiply_columns<2>(rows, inner, a, a_row, a_inner, b + j, b_row, c + j, c_row, add);
-  if (j < columns) multiply_columns<1>(rows, inner, a, a_row, a_inner, b + j, b_row, c + j, c_row, add);
+    multiply_columns<2, ADD>(rows, inner, a, a_row, a_inner, b + j, b_row, c + j, c_row);
+  if (j < columns) multiply_columns<1, ADD>(rows, inner, a, a_row, a_inner, b + j, b_row, c + j, c_row);
 }
 
-// Columns are rows: to[h][i] = from[i][h], with zeros for the positions that are missing to whole tiles.
-void transpose(int64_t rows, int64_t size, const float* from, int64_t from_row, float* to, int64_t padded) {
-  for (int64_t h = 0; h < size; ++h) {
-    for (int64_t i = 0; i < rows; ++i) to[h * padded + i] = from[i * from_row + h];
-    std::fill(to + h * padded + rows, to + (h + 1) * padded, 0.0f);
+// Rows beside each other, times `scale`: in a head of many they are so far apart that they push each other out of the cache.
+void pack(int64_t rows, int64_t size, const float* from, int64_t from_row, float scale, float* to) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t h = 0; h < size; h += WIDTH) store(scale * load(from + i * from_row + h), to + i * size + h);
+}
+
+void unpack(int64_t rows, int64_t size, const float* from, float scale, float* to, int64_t to_row) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t h = 0; h < size; h += WIDTH) store(scale * load(from + i * size + h), to + i * to_row + h);
+}
+
+// Columns are rows within each tile: to[tile][h][i] = from[tile][i][h], with zeros for the rows that are missing to a whole tile.
+void transpose(int64_t rows, int64_t size, const float* from, int64_t from_row, float* to) {
+  for (int64_t first = 0; first < rows; first += TILE, to += TILE * size) {
+    const int64_t count = std::min(TILE, rows - first);
+    for (int64_t h = 0; h < size; ++h) {
+      for (int64_t i = 0; i < count; ++i) to[h * TILE + i] = from[(first + i) * from_row + h];
+      std::fill(to + h * TILE + count, to + (h + 1) * TILE, 0.0f);
+    }
   }
 }
 
 int64_t in_tiles(int64_t count) { return (count + TILE - 1) / TILE * TILE; }
 
-// The scores of a tile, with -inf for what is hidden. `first_q`, `first_k`: the first query and key of the tile.
-void score(const Call& call, const float* q, const float* keys_by_size, int64_t padded, const float* bias, int64_t first_q,
-           int64_t first_k, int64_t rows, float* scores) {
-  multiply(rows, TILE, call.size, q + first_q * call.q.row, call.q.row, 1, keys_by_size + first_k, padded, scores, TILE, false);
+// The scores of a tile, with -inf for what is hidden, of queries that are scaled. `first_q`, `first_k`: the first query and key.
+void score(const Call& call, const float* q, const float* keys_by_size, const float* bias, int64_t first_q, int64_t first_k,
+           int64_t rows, float* scores) {
+  multiply<false>(rows, TILE, call.size, q, call.size, 1, keys_by_size + first_k * call.size, TILE, scores, TILE);
   const int64_t most = std::min(TILE, call.keys - first_k);
   for (int64_t i = 0; i < rows; ++i) {
     float* row = scores + i * TILE;
     const int64_t seen = call.causal ? std::clamp<int64_t>(first_q + i + 1 - first_k, 0, most) : most;
-#pragma omp simd
-    for (int64_t j = 0; j < TILE; ++j) row[j] *= call.scale;
     if (bias) {
       const float* added = bias + (first_q + i) * call.keys + first_k;
 #pragma omp simd
@@ -106,17 +120,18 @@ inline float exponentials(float* row, float top) {
 }
 
 // The results of a tile of queries of one head.
-void attend_tile(const Call& call, const float* q, const float* keys_by_size, int64_t padded, const float* values, const float* bias,
-                 int64_t first_q, float* out, float* lse) {
+void attend_tile(const Call& call, const float* q, const float* keys_by_size, const float* values, const float* bias, int64_t first_q,
+                 float* out, float* lse) {
   const int64_t rows = std::min(TILE, call.queries - first_q), end = call.causal ? std::min(call.keys, first_q + rows) : call.keys;
-  std::vector<float> buffer(TILE * (TILE + call.size));
-  float *scores = buffer.data(), *sums = scores + TILE * TILE;
+  std::vector<float> buffer(TILE * (TILE + 2 * call.size));
+  float *scores = buffer.data(), *sums = scores + TILE * TILE, *queries = sums + TILE * call.size;
+  pack(rows, call.size, q + first_q * call.q.row, call.q.row, call.scale, queries);
   float tops[TILE], found[TILE], kept[TILE], totals[TILE];
   std::fill(tops, tops + TILE, NOTHING);
   std::fill(found, found + TILE, NOTHING);
   std::fill(totals, totals + TILE, 0.0f);
   for (int64_t first_k = 0; first_k < end; first_k += TILE) {
-    score(call, q, keys_by_size, padded, bias, first_q, first_k, rows, scores);
+    score(call, queries, keys_by_size, bias, first_q, first_k, rows, scores);
     for (int64_t i = 0; i < rows; ++i) found[i] = larger(largest(scores + i * TILE), tops[i]);
 #pragma omp simd
     for (int64_t i = 0; i < TILE; ++i) {
@@ -127,7 +142,8 @@ void attend_tile(const Call& call, const float* q, const float* keys_by_size, in
     for (int64_t i = 0; i < rows && first_k > 0; ++i)
       for (int64_t h = 0; h < call.size; h += WIDTH) store(kept[i] * load(sums + i * call.size + h), sums + i * call.size + h);
     const int64_t inner = std::min(TILE, end - first_k);
-    multiply(rows, call.size, inner, scores, TILE, 1, values + first_k * call.v.row, call.v.row, sums, call.size, first_k > 0);
+    const auto add = first_k > 0 ? multiply<true> : multiply<false>;
+    add(rows, call.size, inner, scores, TILE, 1, values + first_k * call.size, call.size, sums, call.size);
   }
   for (int64_t i = 0; i < rows; ++i) {
     const bool sees = totals[i] != 0;  // also where it is no number
@@ -143,16 +159,15 @@ void attend_tile(const Call& call, const float* q, const float* keys_by_size, in
 void attend_head_backward(const Call& call, int64_t b, int64_t kv_head, const float* dout_all, const float* q_all, const float* k,
                           const float* v, const float* out_all, const float* lse_all, const float* bias, float* dq_all, float* dk,
                           float* dv) {
-  const int64_t size = call.size, padded = in_tiles(call.keys);
-  std::vector<float> buffer(2 * padded * size + 2 * TILE * TILE + TILE);
-  float *keys_by_size = buffer.data(), *values_by_size = keys_by_size + padded * size;
-  float *shares = values_by_size + padded * size, *slopes = shares + TILE * TILE, *means = slopes + TILE * TILE;
-  transpose(call.keys, size, k, call.k.row, keys_by_size, padded);
-  transpose(call.keys, size, v, call.v.row, values_by_size, padded);
-  for (int64_t i = 0; i < call.keys; ++i) {
-    std::fill_n(dk + i * call.dk.row, size, 0.0f);
-    std::fill_n(dv + i * call.dv.row, size, 0.0f);
-  }
+  const int64_t size = call.size, all_keys = in_tiles(call.keys) * size;
+  std::vector<float> buffer(5 * all_keys + 2 * TILE * TILE + 3 * TILE * size + TILE);
+  float *keys_by_size = buffer.data(), *values_by_size = keys_by_size + all_keys, *keys = values_by_size + all_keys;
+  float *dkeys = keys + all_keys, *dvalues = dkeys + all_keys, *shares = dvalues + all_keys, *slopes = shares + TILE * TILE;
+  float *queries = slopes + TILE * TILE, *douts = queries + TILE * size, *dqueries = douts + TILE * size;
+  float* means = dqueries + TILE * size;
+  transpose(call.keys, size, k, call.k.row, keys_by_size);
+  transpose(call.keys, size, v, call.v.row, values_by_size);
+  pack(call.keys, size, k, call.k.row, 1, keys);
   for (int64_t group = 0; group < call.groups; ++group) {
     const int64_t head = kv_head * call.groups + group;
     const float* q = q_all + b * call.q.batch + head * call.q.head;
@@ -163,34 +178,37 @@ void attend_head_backward(const Call& call, int64_t b, int64_t kv_head, const fl
     for (int64_t first_q = 0; first_q < call.queries; first_q += TILE) {
       const int64_t rows = std::min(TILE, call.queries - first_q);
       const int64_t end = call.causal ? std::min(call.keys, first_q + rows) : call.keys;
-      const float* dout_tile = dout + first_q * call.dout.row;
-      const float* q_tile = q + first_q * call.q.row;
+      pack(rows, size, dout + first_q * call.dout.row, call.dout.row, 1, douts);
+      pack(rows, size, q + first_q * call.q.row, call.q.row, call.scale, queries);
       for (int64_t i = 0; i < rows; ++i) {
-        const float *x = dout_tile + i * call.dout.row, *y = out + (first_q + i) * call.out.row;
+        const float *x = douts + i * size, *y = out + (first_q + i) * call.out.row;
         Lanes sum = load(x) * load(y);
         for (int64_t h = WIDTH; h < size; h += WIDTH) sum += load(x + h) * load(y + h);
         means[i] = sum_of(sum);
       }
       for (int64_t first_k = 0; first_k < end; first_k += TILE) {
         const int64_t inner = std::min(TILE, end - first_k);
-        score(call, q, keys_by_size, padded, bias, first_q, first_k, rows, shares);
-        multiply(rows, TILE, size, dout_tile, call.dout.row, 1, values_by_size + first_k, padded, slopes, TILE, false);
+        score(call, queries, keys_by_size, bias, first_q, first_k, rows, shares);
+        multiply<false>(rows, TILE, size, douts, size, 1, values_by_size + first_k * size, TILE, slopes, TILE);
         for (int64_t i = 0; i < rows; ++i) {
           float *share = shares + i * TILE, *slope = slopes + i * TILE;
           const float level = lse[first_q + i] == NOTHING ? -NOTHING : lse[first_q + i], mean = means[i];
 #pragma omp simd
           for (int64_t j = 0; j < TILE; ++j) {
             share[j] = exp_of(share[j] - level);
-            slope[j] = share[j] * (slope[j] - mean) * call.scale;
+            slope[j] = share[j] * (slope[j] - mean);
           }
         }
-        multiply(inner, size, rows, shares, 1, TILE, dout_tile, call.dout.row, dv + first_k * call.dv.row, call.dv.row, true);
-        multiply(inner, size, rows, slopes, 1, TILE, q_tile, call.q.row, dk + first_k * call.dk.row, call.dk.row, true);
-        multiply(rows, size, inner, slopes, TILE, 1, k + first_k * call.k.row, call.k.row, dq + first_q * call.dq.row, call.dq.row,
-                 first_k > 0);
+        multiply<true>(inner, size, rows, shares, 1, TILE, douts, size, dvalues + first_k * size, size);
+        multiply<true>(inner, size, rows, slopes, 1, TILE, queries, size, dkeys + first_k * size, size);
+        const auto add = first_k > 0 ? multiply<true> : multiply<false>;
+        add(rows, size, inner, slopes, TILE, 1, keys + first_k * size, size, dqueries, size);
       }
+      unpack(rows, size, dqueries, call.scale, dq + first_q * call.dq.row, call.dq.row);
     }
   }
+  unpack(call.keys, size, dkeys, 1, dk, call.dk.row);
+  unpack(call.keys, size, dvalues, 1, dv, call.dv.row);
 }
 
 }  // namespace
@@ -198,18 +216,19 @@ void attend_head_backward(const Call& call, int64_t b, int64_t kv_head, const fl
 extern "C" void attention_forward(const Call* given, const float* q, const float* k, const float* v, const float* bias, float* out,
                                   float* lse) {
   const Call& call = *given;
-  const int64_t tiles = in_tiles(call.queries) / TILE, items = call.groups * tiles, padded = in_tiles(call.keys);
+  const int64_t tiles = in_tiles(call.queries) / TILE, items = call.groups * tiles, all_keys = in_tiles(call.keys) * call.size;
 #pragma omp parallel for collapse(3) schedule(dynamic)
   for (int64_t b = 0; b < call.batch; ++b) {
     for (int64_t kv_head = 0; kv_head < call.kv_heads; ++kv_head) {
       for (int64_t part = 0; part < call.parts; ++part) {
-        std::vector<float> keys_by_size(padded * call.size);
-        transpose(call.keys, call.size, k + b * call.k.batch + kv_head * call.k.head, call.k.row, keys_by_size.data(), padded);
+        std::vector<float> buffer(2 * all_keys);
+        float *keys_by_size = buffer.data(), *values = keys_by_size + all_keys;
+        transpose(call.keys, call.size, k + b * call.k.batch + kv_head * call.k.head, call.k.row, keys_by_size);
+        pack(call.keys, call.size, v + b * call.v.batch + kv_head * call.v.head, call.v.row, 1, values);
         for (int64_t item = part; item < items; item += call.parts) {
           const int64_t head = kv_head * call.groups + item % call.groups, first_q = item / call.groups * TILE;
-          attend_tile(call, q + b * call.q.batch + head * call.q.head, keys_by_size.data(), padded,
-                      v + b * call.v.batch + kv_head * call.v.head, bias ? bias + b * call.bias_batch : nullptr, first_q,
-                      out + b * call.out.batch + head * call.out.head,
+          attend_tile(call, q + b * call.q.batch + head * call.q.head, keys_by_size, values,
+                      bias ? bias + b * call.bias_batch : nullptr, first_q, out + b * call.out.batch + head * call.out.head,
                       lse + (b * call.kv_heads * call.groups + head) * call.queries);
         }
       }

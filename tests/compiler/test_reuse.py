@@ -74,7 +74,12 @@ def test_sums_chain():
     assert targets(lambda x: x.view(16) + 1.0, X)[1] == {"operands_reused": 0}
 
 
-OTHERS = {aten.masked_fill.Scalar: lambda y: (y > 0, 0.5), aten.pow.Tensor_Scalar: lambda y: (3,)}
+EINSUM_ADD = PRIMITIVES["einsum_add"].op
+OTHERS = {
+    aten.masked_fill.Scalar: lambda y: (y > 0, 0.5),
+    aten.pow.Tensor_Scalar: lambda y: (3,),
+    EINSUM_ADD: lambda y: (y[:, :5].contiguous(), y[:5]),
+}
 """What follows the first operand of an op, unless it is as many tensors as the op takes; y is any of its shape."""
 
 
@@ -87,7 +92,8 @@ def test_in_place_forms_give_equal_bits(op, dtype, make_tensor):
         x, *tensors = (make_tensor(shape, dtype) for _ in range(num_operands))
         others = OTHERS[op](make_tensor(shape, dtype)) if op in OTHERS else tensors
         others = (*others, 0.0) if op is aten.threshold_backward.default else others
-        for kwargs in ({"approximate": "none"}, {"approximate": "tanh"}) if "gelu" in str(op) else ({},):
+        several = {EINSUM_ADD: [{"equation": "ab,bc->ac"}]}
+        for kwargs in several.get(op, [{"approximate": "none"}, {"approximate": "tanh"}] if "gelu" in str(op) else [{}]):
             expected, over = op(x, *others, **kwargs), x.clone()
             into = {"grad_input": over} if op in OVER_GRADIENT else {}
             actual = (IN_PLACE | OVER_FIRST | OVER_GRADIENT)[op](over, *others, **kwargs, **into)

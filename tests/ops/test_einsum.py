@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from mpar import ops, testing
 from mpar.errors import DtypeError, ShapeError
+from mpar.ops import PRIMITIVES
 from tests.tiers import examples
 
 SIZES = {"a": 2, "b": 3, "c": 1, "d": 4, "e": 5}
@@ -38,6 +39,43 @@ def test_matches_torch(equation, strided):
     seconds = [torch.autograd.grad(sum(g.square().sum() for g in first), operands) for first in firsts]
     for actual, wanted in (*zip(*firsts, strict=True), *zip(*seconds, strict=True)):
         testing.assert_close(actual, wanted, name="derivative")
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(equation=equations(), strided=st.booleans(), dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+def test_a_product_is_added(equation, strided, dtype):
+    """Both forms give the same bits, those of the sum but for rounding; one of them writes over what is added to."""
+    generator = torch.Generator().manual_seed(0)
+    add, add_over = (PRIMITIVES[name].op for name in ("einsum_add", "einsum_add_over"))
+    operands = []
+    for part in equation.split("->")[0].split(","):
+        a = torch.randn([SIZES[c] for c in part], dtype=torch.float64, generator=generator).to(dtype)
+        operands.append(a.transpose(0, -1).contiguous().transpose(0, -1) if strided and a.ndim else a)
+    product = torch.einsum(equation, *(a.double() for a in operands))
+    x = torch.randn(product.shape, dtype=torch.float64, generator=generator).to(dtype)
+    kept = x.clone()
+    y = add(x, *operands, equation=equation)
+    assert torch.equal(x, kept) and y.dtype == dtype
+    testing.assert_close(y, (kept.double() + product).to(dtype), name="y")
+    assert torch.equal(add_over(x, *operands, equation=equation), y) and torch.equal(x, y)
+
+
+@pytest.mark.parametrize("rows", [3, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_product_with_a_matrix_is_added(rows, dtype, make_tensor):
+    """For a few rows, which kernels multiply that cannot add, and for many."""
+    x, a, b = make_tensor((2, rows, 96), dtype), make_tensor((2, rows, 64), dtype), make_tensor((64, 96), dtype)
+    for matrix in (b, b.T.contiguous().T):
+        y = PRIMITIVES["einsum_add"].op(x, a, matrix, equation="bsd,df->bsf")
+        testing.assert_close(y, (x.double() + a.double() @ b.double()).to(dtype), name="y")
+
+
+def test_only_what_fits_is_added_to(make_tensor):
+    """Another shape or dtype is refused."""
+    a, b = make_tensor((3, 4), torch.float32), make_tensor((4, 5), torch.float32)
+    for x in (make_tensor((5, 3), torch.float32), make_tensor((3, 5), torch.float64)):
+        with pytest.raises(ShapeError, match="einsum_add"):
+            PRIMITIVES["einsum_add"].op(x, a, b, equation="ab,bc->ac")
 
 
 @pytest.mark.parametrize("equation", ["bsd,dr->bsr", "bsd,bsr->dr", "bsd,bsr->rd", "rd,bsd->bsr", "sbd,dr->bsr"])

@@ -77,8 +77,10 @@ def _calls(x):
     constrained = _constrain.constrain_p.bind(x(2, 3), axes="names:batch,embed", mark=0)
     params = {"ignore_index": -100, "vocab_size": 7, "start": 0, "label_smoothing": 0.1}
     hidden, head = x(2, 3, 4), x(4, 7)
+    sum_of = [x(*shape).detach() for shape in ((2, 3, 5), (2, 3, 4), (4, 5))]
     return [
         ops.einsum("bsd,df->bsf", x(2, 3, 4), x(4, 5)),
+        *(PRIMITIVES[name].op(*sum_of, equation="bsd,df->bsf") for name in ("einsum_add", "einsum_add_over")),
         ops.einsum("bsd,bsf->df", x(2, 3, 4).transpose(0, 1).contiguous().transpose(0, 1), x(2, 3, 5)),
         ops.einsum("bsd,d->dbs", x(2, 3, 4), x(4)),
         ops.einsum("bse,f->fs", x(2, 3, 4), x(5)),
@@ -281,7 +283,7 @@ def test_every_rule_is_there(primitive):
 @pytest.mark.parametrize("primitive", PRIMITIVES.values(), ids=lambda p: p.name)
 def test_sharding_rules_are_consistent(primitive):
     """Factors that are replicated, linear operands and factors with a program of their own exist in the rule."""
-    params = {key: {"equation": "ab,bc->ac"} for key in ("einsum", "joined_linear")}
+    params = {key: {"equation": "ab,bc->ac"} for key in ("einsum", "einsum_add", "einsum_add_over", "joined_linear")}
     params["dropout"] = {"rate": 0.5, "starts": [0] * 4}
     params |= {name: {"shape": [1] * 4, "starts": [0] * 4} for name in ("random_uniform", "random_normal")}
     params["token_dropout"] = {"rate": 0.5, "key": [1, 2], "token_dims": 2, "starts": [0] * 2}

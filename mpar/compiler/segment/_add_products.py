@@ -48,8 +48,9 @@ def _is_term(term: object, total: fx.Node) -> bool:
     if not isinstance(term, fx.Node) or term.op != "call_function" or list(term.users) != [total]:
         return False
     value, result = term.meta["val"], total.meta["val"]
-    same = isinstance(value, Tensor) and (value.shape, value.dtype, value.stride()) == (result.shape, result.dtype, result.stride())
-    return same and total.args[0] is not total.args[1] and value.is_contiguous()
+    if not isinstance(value, Tensor) or total.args[0] is total.args[1]:
+        return False
+    return (value.shape, value.dtype) == (result.shape, result.dtype) and value.is_contiguous() and result.is_contiguous()
 
 
 def _may_wait(term: fx.Node) -> bool:
