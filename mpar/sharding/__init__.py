@@ -9,7 +9,7 @@ from mpar.sharding._control_memory import held_inside
 from mpar.sharding._cost import node_cost, workspace_of
 from mpar.sharding._describe import Collective, collectives_of, describe_graph
 from mpar.sharding._lower import RankGraph, ReplicatedFallback, lower
-from mpar.sharding._overlap import overlap_posted
+from mpar.sharding._overlap import is_heavy, overlap_posted
 from mpar.sharding._pass import erase_dead_nodes, graph_pass
 from mpar.sharding._ragged import mark_ragged
 from mpar.sharding._rules import NodeRule, programs_of, rule_of
@@ -35,6 +35,7 @@ __all__ = [
     "erase_dead_nodes",
     "graph_pass",
     "held_inside",
+    "is_heavy",
     "lower",
     "mark_ragged",
     "node_cost",

@@ -6,7 +6,7 @@ from mpar.ops import primitive_of
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._pass import graph_pass
 
-__all__ = ["overlap_posted"]
+__all__ = ["is_heavy", "overlap_posted"]
 
 PRODUCTS = ("einsum", "einsum_add", "attention", "grouped_matmul", "mlp_tiled")
 
@@ -36,12 +36,12 @@ def overlap_posted(graph: fx.Graph) -> dict[str, int]:
         while node.op != "output":
             if any(used in waiting for used in node.all_input_nodes):
                 waiting.add(node)
-                if _is_heavy(node) or node.target in collectives.COLLECTIVES:
+                if is_heavy(node) or node.target in collectives.COLLECTIVES:
                     break
             else:
                 independent.append(node)
             node = node.next
-        if not any(_is_heavy(other) for other in independent):
+        if not any(is_heavy(other) for other in independent):
             continue  # too little work to be worth the memory of computing it early
         for other in independent:
             arrival.prepend(other)
@@ -49,7 +49,7 @@ def overlap_posted(graph: fx.Graph) -> dict[str, int]:
     return {"nodes_moved": moved}
 
 
-def _is_heavy(node: fx.Node) -> bool:
+def is_heavy(node: fx.Node) -> bool:
     """Whether a node multiplies matrices."""
     primitive = primitive_of(node.target)
     return primitive is not None and primitive.name.removesuffix("_bwd").removesuffix("_dw") in PRODUCTS

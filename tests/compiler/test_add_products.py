@@ -19,10 +19,10 @@ def product(x, w):
     return ops.einsum(EQUATION, x, w)
 
 
-def compiled(fn, mesh=None, x=P(), w=P()):
+def compiled(fn, mesh=None, x=None, w=None):
     """The rank graph of `fn(x, v, w)` after the pass."""
     logical = trace(fn, (X, W, W))
-    graph = lower(logical, mesh or Mesh(dp=1), [x, w, w]).graph
+    graph = lower(logical, mesh or Mesh(dp=1), [x or P(), w or P(), w or P()]).graph
     add_products(graph)
     return graph
 

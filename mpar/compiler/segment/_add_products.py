@@ -8,8 +8,8 @@ backward and what is computed again have the same bits.
 import torch
 from torch import Tensor, fx
 
-from mpar.ops import PRIMITIVES, primitive_of
-from mpar.sharding import collectives, graph_pass
+from mpar.ops import PRIMITIVES
+from mpar.sharding import collectives, graph_pass, is_heavy
 
 __all__ = ["add_products"]
 
@@ -54,16 +54,13 @@ def _is_term(term: object, total: fx.Node) -> bool:
 
 
 def _may_wait(term: fx.Node) -> bool:
-    """Whether there are only cheap ops between a message and the term."""
+    """Whether there is no product between a message and the term."""
     todo, seen = [term], set()
     while todo:
         node = todo.pop()
-        if node in seen or node.op != "call_function":
-            continue
-        seen.add(node)
-        if node.target in collectives.COLLECTIVES or node.target is collectives.arrived:
+        if node.target in collectives.COLLECTIVES:
             return True
-        primitive = primitive_of(node.target)
-        if primitive is None or primitive.cost is None:
+        if node not in seen and not is_heavy(node):
+            seen.add(node)
             todo.extend(node.all_input_nodes)
     return False
