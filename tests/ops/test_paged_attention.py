@@ -94,3 +94,14 @@ def test_what_is_refused(make_tensor):
         ops.write_rows(k, q[:, :, :K], ROWS[:, 1:])
     with pytest.raises(DtypeError, match="places must be int64"):
         ops.write_rows(k, q[:, :, :K], ROWS.int())
+
+
+def test_positions_in_no_page(make_tensor):
+    """Of a token alone and of a long prompt, which is computed otherwise."""
+    for count in (2, 100):
+        q, k, v = make_tensor((1, count, 2, 16), torch.float32), *(make_tensor((1, 128, 2, 16), torch.float32) for _ in range(2))
+        rows, pages = torch.zeros(1, count, dtype=torch.int64), torch.arange(4)[None, None]
+        positions = torch.arange(60, 60 + count)[None]
+        ops.paged_attention(q, k, v, rows, positions.clamp(max=63), pages, page_size=16)
+        with pytest.raises(IndexError, match=r"position \d+ of row 0 is in no page"):
+            ops.paged_attention(q, k, v, rows, positions + 4, pages, page_size=16)

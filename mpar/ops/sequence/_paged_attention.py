@@ -192,6 +192,11 @@ def _attend(
     else:
         out_TNH, lse_TN = others
     for start, end, row, length in runs:
+        if length > pages_RL.shape[1] * how.page_size:
+            raise IndexError(
+                f"paged_attention: position {length - 1} of row {row} is in no page: a row has {pages_RL.shape[1]} pages of "
+                f"{how.page_size} positions"
+            )
         used, order_M = _pages_of(pages_RL[row, : -(-length // how.page_size)], pools[0].shape[0], how)
         if not used.shape[0]:
             continue
