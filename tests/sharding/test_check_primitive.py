@@ -123,6 +123,8 @@ def calls():
     return [
         ops.einsum("bsd,df->bsf", x, draw(8, 4)),
         ops.einsum("bsd,bsf->df", x, draw(4, 4, 4)),
+        PRIMITIVES["einsum_add"].op(draw(4, 4, 4).detach(), x.detach(), draw(8, 4).detach(), equation="bsd,df->bsf"),
+        PRIMITIVES["einsum_add_over"].op(draw(4, 4, 4).detach(), x.detach(), draw(8, 4).detach(), equation="bsd,df->bsf"),
         ops.joined_linear("bsd,dnh->bsnh", x.detach(), [draw(8, 4, 4).detach(), draw(8, 4, 4, seed=1).detach()]),
         ops.embedding(draw(4, 4, low=0, high=8), draw(8, 4)),
         ops.rms_norm(x, draw(8)),
