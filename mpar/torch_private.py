@@ -34,6 +34,7 @@ __all__ = [
     "grouped_mm",
     "has_cpp_compiler",
     "inductor_compile",
+    "is_amd",
     "is_functional",
     "last_autograd_node",
     "map_tensors",
@@ -111,10 +112,11 @@ def onednn_is_faster() -> bool:
     not take the kernels that it has for AVX-512."""
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
         return False
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and _is_amd()
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and is_amd()
 
 
-def _is_amd() -> bool:
+def is_amd() -> bool:
+    """Whether this CPU is one of AMD, for which MKL does not take all kernels that it has."""
     try:
         return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
     except OSError:

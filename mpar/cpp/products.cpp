@@ -30,7 +30,7 @@ inline void multiply_rows(const Call& call, const float* x, const float* w, floa
     for (int64_t j = 0; j < VECTORS * WIDTH; j += LINE) __builtin_prefetch(w + AHEAD * call.w_step + j);
     for (int64_t j = 0; j < VECTORS; ++j) part[j] = in_register(load(w + j * WIDTH));
     for (int64_t r = 0; r < ROWS; ++r)
-      for (int64_t j = 0; j < VECTORS; ++j) sums[r][j] += x[r * call.x_row + i] * part[j];
+      for (int64_t j = 0; j < VECTORS; ++j) sums[r][j] = fused(x[r * call.x_row + i], part[j], sums[r][j]);
   }
   for (int64_t r = 0; r < ROWS; ++r)
     for (int64_t j = 0; j < VECTORS; ++j) store(sums[r][j], y + r * call.y_row + j * WIDTH);

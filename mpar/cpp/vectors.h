@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <immintrin.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -44,6 +46,15 @@ inline Lanes load(const BFloat16* x) {
 inline Lanes in_register(Lanes x) {
   asm("" : "+v"(x));
   return x;
+}
+
+// a x + y, rounded once. Of `a * x + y` a compiler makes this or two roundings, as it finds faster where it stands.
+inline Lanes fused(float a, Lanes x, Lanes y) {
+#ifdef __AVX512F__
+  return _mm512_fmadd_ps(_mm512_set1_ps(a), x, y);
+#else
+  return _mm256_fmadd_ps(_mm256_set1_ps(a), x, y);
+#endif
 }
 
 inline void store(Lanes x, float* y) { std::memcpy(y, &x, sizeof x); }

@@ -8,7 +8,7 @@ from mpar.ops._cross_entropy import cross_entropy, token_losses
 from mpar.ops._eigenbasis import eigenbasis
 from mpar.ops._einsum import einsum
 from mpar.ops._embedding import embedding
-from mpar.ops._few_rows import OPAQUE_OPS, few_rows_read_columns
+from mpar.ops._few_rows import FEW_ROWS_OPS, few_rows_read_columns
 from mpar.ops._geglu import geglu
 from mpar.ops._int8 import Int8, dequantise_int8, quantise_int8
 from mpar.ops._joined_linear import (
@@ -22,6 +22,7 @@ from mpar.ops._joined_linear import (
 from mpar.ops._layer_norm import layer_norm
 from mpar.ops._linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from mpar.ops._linear_divergence import linear_divergence
+from mpar.ops._matmul import MATMUL_OPS, matmul_is_faster
 from mpar.ops._mlp_tiled import Activation, mlp_tiled
 from mpar.ops._newton_schulz import newton_schulz
 from mpar.ops._nf4 import NF4_BLOCK, NF4_CODES, Nf4, dequantise_nf4, nf4_scale_codes, nf4_shapes, quantise_nf4
@@ -91,6 +92,9 @@ from mpar.ops.sequence import (
     ssd_scan,
     write_rows,
 )
+
+OPAQUE_OPS = {**FEW_ROWS_OPS, **MATMUL_OPS}
+"""What stays one op in traces of references, and its function."""
 
 __all__ = [
     "FP8_MAX",
@@ -163,6 +167,7 @@ __all__ = [
     "linear_divergence",
     "linear_token_losses",
     "marking",
+    "matmul_is_faster",
     "merge_attention",
     "mlp_tiled",
     "name",

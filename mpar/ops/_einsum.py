@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mpar.errors import DtypeError, ShapeError
 from mpar.op_shape import MatmulShape
+from mpar.ops._matmul import matmul
 from mpar.ops._packed_matrix import PackedMatrix
 from mpar.ops._product import add_product, product
 from mpar.ops.primitive import Cost, Primitive, ShardingRule
@@ -151,7 +152,7 @@ def _plan(
     adds: bool,
 ) -> Callable | None:
     """The function that contracts operands of these shapes and strides: first it sums letters of one operand only, then it calls
-    mm, bmm or mul once. A matrix product with fewer than `fewest_columns` is computed as its transpose.
+    mm, bmm or mul once. A matrix product with fewer than `fewest_columns` may be computed as its transpose.
 
     adds: the function is given x before them, and adds their product to it; None if that is not one call."""
     (in_a, in_b), output = _split(equation, 2)
@@ -221,11 +222,11 @@ def _contract(
     view_a, view_b = _matrix(in_a, groups_a, strides_a, sizes), _matrix(in_b, groups_b, strides_b, sizes)
     multiply: Callable[[Tensor, Tensor], Tensor] = torch.bmm if batch else product
     if not batch and math.prod(sizes[c] for c in columns) < fewest_columns <= math.prod(sizes[c] for c in rows):
-        multiply = _transposed_mm
+        multiply = _thin_mm
     natural = batch + rows + columns
     shape = [sizes[c] for c in natural]
     if adds:
-        if natural != output or multiply is _transposed_mm:
+        if natural != output or multiply is _thin_mm:
             return None
         add: Callable[[Tensor, Tensor, Tensor], Tensor] = Tensor.baddbmm_ if batch else add_product
         matrix = [math.prod(sizes[c] for c in group) for group in ([batch] if batch else []) + [rows, columns]]
@@ -238,9 +239,10 @@ def _contract(
     return lambda a, b: multiply(view_a(a), view_b(b)).view(shape).permute(order).contiguous()
 
 
-def _transposed_mm(a: Tensor, b: Tensor) -> Tensor:
-    """The product of two matrices, of which that of the transposes is computed."""
-    return torch.mm(b.T, a.T).T.contiguous()
+def _thin_mm(a: Tensor, b: Tensor) -> Tensor:
+    """The product of two matrices, by MKL that of their transposes."""
+    found = matmul(a, b)
+    return torch.mm(b.T, a.T).T.contiguous() if found is None else found
 
 
 def _matrix(letters: str, groups: list[str], strides: dict[str, int], sizes: dict[str, int]) -> Callable[[Tensor], Tensor]:

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from mpar.cpp import cpp_function, cpp_structure
 from mpar.torch_private import OpOverload, onednn_has_bfloat16
 
-__all__ = ["OPAQUE_OPS", "few_rows", "few_rows_read_columns"]
+__all__ = ["FEW_ROWS_OPS", "few_rows", "few_rows_read_columns"]
 
 _MOST_ROWS = {"by_rows_float32": 16, "by_columns_float32": 8, "by_columns_bfloat16": 8 if onednn_has_bfloat16() else 32}
 """By kernel; more rows are faster in tiles of oneDNN or MKL, for which bfloat16 has to be widened on some CPUs."""
@@ -78,5 +78,5 @@ _OPS = torch.library.Library("mpar_rows", "DEF")
 _OPS.define("few_rows(Tensor a, Tensor b) -> Tensor")
 _OPS.impl("few_rows", _by_kernel, "CPU")
 torch.library.register_fake("mpar_rows::few_rows", torch.mm, lib=_OPS)
-OPAQUE_OPS: Mapping[OpOverload, Callable[..., Tensor]] = {torch.ops.mpar_rows.few_rows.default: _by_kernel}
-"""What stays one op in traces of references, and its function."""
+FEW_ROWS_OPS: Mapping[OpOverload, Callable[..., Tensor]] = {torch.ops.mpar_rows.few_rows.default: _by_kernel}
+"""See `OPAQUE_OPS`."""

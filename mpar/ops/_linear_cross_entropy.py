@@ -18,7 +18,7 @@ from mpar.ops._cross_entropy import (
     row_statistics,
     weighted_sum,
 )
-from mpar.ops._product import product
+from mpar.ops._product import add_product, product, product_into
 from mpar.ops.primitive import Cost, Primitive
 
 __all__ = ["linear_cross_entropy", "linear_token_losses"]
@@ -142,9 +142,9 @@ def _gradients(x_TD, head, labels_T, statistics, dloss_T, dlse_T, params, chunk,
         if len(chunks) == 1:
             dx_TD = product(dlogits, head.T)
         else:
-            torch.mm(dlogits, head.T, out=dx_TD[tokens])
+            product_into(dx_TD[tokens], dlogits, head.T)
         if dhead is not None and dhead.dtype == dlogits.dtype:
-            dhead.addmm_(x_TD[tokens].T, dlogits)
+            add_product(dhead, x_TD[tokens].T, dlogits)
         elif dhead is not None:
             dhead += x_TD[tokens].T @ dlogits
         del logits, dlogits  # before there are others

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.op_shape import MatmulShape
+from mpar.ops._product import add_product, product_into
 from mpar.ops.primitive import Cost, Primitive
 
 __all__ = ["linear_divergence"]
@@ -163,7 +164,7 @@ class _Chunks:
         for first in range(0, num_tokens, max(1, chunk)):
             tokens = slice(first, min(first + chunk, num_tokens))
             for (a_TD, matrix), buffer in zip(self.operands, self.buffers, strict=True):
-                torch.mm(a_TD[tokens], matrix, out=buffer[: tokens.stop - first])
+                product_into(buffer[: tokens.stop - first], a_TD[tokens], matrix)
             yield tokens
 
     def blocks(self, tile: slice) -> Iterator[_Block]:
@@ -281,9 +282,9 @@ def _pull_back(x, head, y, other, lse, other_lse, slope, ddivergence, params, dh
             grads_TV = _logit_gradients(student_TV, teacher_TV, slope_T1[block.tokens], params["beta"])
             dlogits[block.rows, : chunks.width] = grads_TV.mul_(dloss_T1[block.tokens] / params["temperature"])
         dlogits[:, chunks.width :] = 0.0
-        torch.mm(dlogits, chunks.head.T, out=dx_TD[tile])
+        product_into(dx_TD[tile], dlogits, chunks.head.T)
         if dhead is not None and dhead.dtype == dlogits.dtype:
-            dhead.addmm_(chunks.x_TD[tile].T, dlogits)
+            add_product(dhead, chunks.x_TD[tile].T, dlogits)
         elif dhead is not None:
             dhead += chunks.x_TD[tile].T @ dlogits
     return dx_TD.view(x.shape)

@@ -13,6 +13,7 @@ from torch import Tensor
 from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.op_shape import MatmulShape
 from mpar.ops._geglu import geglu_p
+from mpar.ops._product import add_product, product_into
 from mpar.ops._swiglu import swiglu_p
 from mpar.ops.primitive import Cost, Primitive
 
@@ -72,7 +73,7 @@ class _Tiles:
 
     def product(self, buffer: int, tokens: slice, a_TD: Tensor, w_DF: Tensor) -> Tensor:
         """`a_TD[tokens] @ w_DF`, written into the buffer of that number."""
-        return torch.mm(a_TD[tokens], w_DF, out=self.buffers[buffer][: tokens.stop - tokens.start])
+        return product_into(self.buffers[buffer][: tokens.stop - tokens.start], a_TD[tokens], w_DF)
 
 
 def _hidden(gate_TF: Tensor | None, up_TF: Tensor, activation: str) -> Tensor:
@@ -101,7 +102,7 @@ def _impl(x, gate, up, down, *, activation, chunk):
     for tokens in tiles.places:
         up_TF = tiles.product(0, tokens, tiles.x_TD, up)
         gate_TF = None if gate is None else tiles.product(1, tokens, tiles.x_TD, gate)
-        torch.mm(_hidden(gate_TF, up_TF, activation), down, out=y_TD[tokens])
+        product_into(y_TD[tokens], _hidden(gate_TF, up_TF, activation), down)
     return y_TD.view(x.shape)
 
 
@@ -134,7 +135,7 @@ def _pull_back(x, gate, up, down, dy, activation, chunk, sums: tuple[Tensor | No
             _accumulate(ddown, _hidden(gate_TF, up_TF, activation), dy_tile)
         dhidden_TF = tiles.product(1, tokens, dy_TD, down.T)
         dgate_TF, dup_TF = _hidden_bwd(gate_TF, up_TF, dhidden_TF, activation)
-        torch.mm(dup_TF, up.T, out=dx_TD[tokens])
+        product_into(dx_TD[tokens], dup_TF, up.T)
         if dgate_TF is not None:
             dx_TD[tokens].addmm_(dgate_TF, gate.T)
         _accumulate(dup, x_tile, dup_TF)
@@ -147,7 +148,7 @@ def _accumulate(total: Tensor | None, a: Tensor, b: Tensor | None) -> None:
     if total is None or b is None:
         return
     if total.dtype == a.dtype:
-        total.addmm_(a.T, b)
+        add_product(total, a.T, b)
     else:
         total += a.T @ b
 

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from mpar.ops._few_rows import few_rows
+from mpar.ops._matmul import matmul
 from mpar.torch_private import onednn_has_bfloat16, onednn_is_faster, onednn_mm
 
-__all__ = ["add_product", "product"]
+__all__ = ["add_product", "product", "product_into"]
 
 _FEWEST_ROWS = 64
 """With fewer rows oneDNN loses what it gains: it first copies the second matrix into its own order."""
@@ -17,11 +18,13 @@ _WIDENED = 2**22
 def product(a: Tensor, b: Tensor) -> Tensor:
     """`torch.mm(a, b)`, whatever is fastest on this CPU.
 
-    A few rows are multiplied by mpar's C++, if it has a kernel for how the matrix lies; bfloat16 in float32, if the CPU does not
-    compute in it; float32 by oneDNN, if that is faster here. For gradients of weights, where the rows of `a` are no rows in
-    memory, it is not, or not for all shapes: those stay with torch.mm.
+    A few rows are multiplied by mpar's C++, if it has a kernel for how the matrix lies, and so is float32 where MKL is slower;
+    bfloat16 in float32, if the CPU does not compute in it; float32 by oneDNN, if that is faster here. For gradients of weights,
+    where the rows of `a` are no rows in memory, it is not, or not for all shapes: those stay with torch.mm.
     """
     found = few_rows(a, b)
+    if found is None:
+        found = matmul(a, b)
     if found is not None:
         return found
     if a.dtype == b.dtype == torch.bfloat16 and a.device.type == "cpu" and not onednn_has_bfloat16():
@@ -34,7 +37,16 @@ def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if a.device.type == "cpu" and (a.dtype not in (torch.float32, torch.float64) or _is_for_onednn(a, b)):
         return x.add_(product(a, b))
     found = few_rows(a, b)
-    return x.addmm_(a, b) if found is None else x.add_(found)
+    if found is not None:
+        return x.add_(found)
+    added = matmul(a, b, x, adds=True)
+    return x.addmm_(a, b) if added is None else added
+
+
+def product_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """`torch.mm(a, b, out=out)`, by mpar's C++ where MKL is slower."""
+    written = matmul(a, b, out)
+    return torch.mm(a, b, out=out) if written is None else written
 
 
 def _is_for_onednn(a: Tensor, b: Tensor) -> bool:
@@ -48,8 +60,8 @@ def _in_float32(a: Tensor, b: Tensor) -> Tensor:
     Columns of `b` are widened in turn, so that no large weight is there twice."""
     wide, count = a.float(), max(1, _WIDENED // max(1, b.shape[0]))
     if b.shape[1] <= count:
-        return torch.mm(wide, b.float()).to(a.dtype)
-    return torch.cat([torch.mm(wide, part.float()).to(a.dtype) for part in b.split(count, 1)], 1)
+        return product(wide, b.float()).to(a.dtype)
+    return torch.cat([product(wide, part.float()).to(a.dtype) for part in b.split(count, 1)], 1)
 
 
 def _has_rows(x: Tensor) -> bool:

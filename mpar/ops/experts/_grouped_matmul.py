@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mpar.errors import DtypeError, ShapeError
 from mpar.op_shape import MatmulShape
+from mpar.ops._product import product_into
 from mpar.ops.primitive import Cost, Primitive
 
 __all__ = ["grouped_matmul"]
@@ -59,7 +60,7 @@ def _impl(x, w, offsets):
     y[ranges[-1].stop :] = 0
     for expert, rows in enumerate(ranges):
         if rows.stop > rows.start:
-            torch.mm(x[rows], w[expert], out=y[rows])
+            product_into(y[rows], x[rows], w[expert])
     return y
 
 
@@ -82,7 +83,7 @@ def _impl_dw(x, dy, offsets):
     dw = torch.empty((offsets.shape[0], x.shape[1], dy.shape[1]), dtype=x.dtype, device=x.device)
     for expert, rows in enumerate(_ranges(offsets, x.shape[0])):
         if rows.stop > rows.start:
-            torch.mm(x[rows].T, dy[rows], out=dw[expert])
+            product_into(dw[expert], x[rows].T, dy[rows])
         else:
             dw[expert] = 0
     return dw
