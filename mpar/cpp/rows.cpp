@@ -1,4 +1,4 @@
-// Norms, activations and rotations of float32 on a CPU: one pass over memory for each, where torch's ops take several.
+// Norms, activations, rotations and softmax of float32 on a CPU: one pass over memory for each, where torch's ops take several.
 //
 // Rows are divided among threads. Each sum is computed in an order that depends on shapes alone.
 
@@ -28,6 +28,30 @@ inline float scale_of(int64_t size, const float* x, float eps) {
   return 1 / std::sqrt(sum_of_row(size, x, x) / static_cast<float>(size) + eps);
 }
 
+inline float largest_of_row(int64_t size, const float* x) {
+  Lanes most = Lanes{} + NOTHING;
+  int64_t i = 0;
+  for (; i + WIDTH <= size; i += WIDTH) most = larger(load(x + i), most);
+  float found = largest_of(most);
+  for (; i < size; ++i) found = larger(x[i], found);
+  return found;
+}
+
+// Of exp(x - most).
+inline float sum_of_exponentials(int64_t size, const float* x, float most) {
+  Lanes sums{};
+  int64_t i = 0;
+  for (; i + WIDTH <= size; i += WIDTH) {
+    float part[WIDTH];
+#pragma omp simd
+    for (int64_t j = 0; j < WIDTH; ++j) part[j] = exp_of(x[i + j] - most);
+    sums += load(part);
+  }
+  float sum = sum_of(sums);
+  for (; i < size; ++i) sum += exp_of(x[i] - most);
+  return sum;
+}
+
 struct Norm {
   int64_t rows, size;
   float eps;
@@ -39,7 +63,37 @@ struct Rotation {
   int64_t batch, positions, heads, size, half, interleaved, x_batch, x_position, x_head, y_batch, y_position, y_head, table_batch;
 };
 
+// Rows of logits; `x_row` and `y_row`: from one to the next in x and y.
+struct Logits {
+  int64_t rows, columns, x_row, y_row;
+};
+
 }  // namespace
+
+// Of each row the log of the sum of exponentials, the logit of its label, and the log of the probability of the label.
+extern "C" void softmax_statistics(const Logits* given, const float* x, const int64_t* labels, float* lse, float* logits, float* logp) {
+  const Logits& all = *given;
+#pragma omp parallel for if (all.rows * all.columns > SHORT)
+  for (int64_t row = 0; row < all.rows; ++row) {
+    const float* from = x + row * all.x_row;
+    const float most = largest_of_row(all.columns, from), log_sum = std::log(sum_of_exponentials(all.columns, from, most));
+    logits[row] = from[labels[row]];
+    lse[row] = std::isinf(most) ? most : most + log_sum;
+    logp[row] = logits[row] - most - log_sum;  // exact to the last digits also where the label is almost certain
+  }
+}
+
+// y = scale exp(x - lse), with a scale and an lse of each row. `y` may be `x`.
+extern "C" void softmax(const Logits* given, const float* x, const float* lse, const float* scale, float* y) {
+  const Logits& all = *given;
+#pragma omp parallel for if (all.rows * all.columns > SHORT)
+  for (int64_t row = 0; row < all.rows; ++row) {
+    const float *from = x + row * all.x_row, level = lse[row], factor = scale[row];
+    float* to = y + row * all.y_row;
+#pragma omp simd
+    for (int64_t i = 0; i < all.columns; ++i) to[i] = factor * exp_of(from[i] - level);
+  }
+}
 
 extern "C" void swiglu(const float* gate, const float* up, float* y, int64_t count) {
 #pragma omp parallel for if (count > SHORT)

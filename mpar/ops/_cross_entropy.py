@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
+from mpar.ops._rows import softmax_rows, softmax_statistics_rows, softmax_takes
 from mpar.ops.primitive import Cost, Primitive
 
 __all__ = [
@@ -154,8 +155,28 @@ def row_statistics(
         target = masked_target(logits_TV.new_zeros(labels_T.shape, dtype=wide), labels_T, ignore_index, vocab_size)
         return torch.full_like(target, -torch.inf), target, target.clone()
     local = labels_T.long() - start
-    column = local.clamp(0, width - 1).unsqueeze(1)
-    logp, sum_x, sum_logp = (torch.empty(labels_T.shape, dtype=wide, device=logits_TV.device) for _ in range(3))
+    column_T = local.clamp(0, width - 1)
+    found = None if label_smoothing or p_TV is not None else softmax_statistics_rows(logits_TV[:, :width], column_T)
+    if found is None:
+        lse, target, logp, sum_x, sum_logp = _statistics_by_torch(logits_TV, column_T, width, label_smoothing, p_TV)
+    else:
+        (lse, target, logp), sum_x, sum_logp = found, 0.0, 0.0
+    target = target.masked_fill_((local < 0) | (local >= width), 0.0)
+    if label_smoothing:
+        share = label_smoothing / vocab_size
+        target = (1 - label_smoothing) * target + share * sum_x
+        logp = (1 - label_smoothing) * logp + share * sum_logp
+    target = masked_target(target, labels_T, ignore_index, vocab_size)
+    return lse, target, masked_loss(-logp, labels_T, ignore_index).masked_fill_(target.isnan(), torch.nan)
+
+
+def _statistics_by_torch(
+    logits_TV: Tensor, column_T: Tensor, width: int, label_smoothing: float, p_TV: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of the first `width` columns of each row: the lse, the logit of `column_T` and the log of its probability, and, with label
+    smoothing, the sum of the logits and that of the logs of all probabilities."""
+    wide, column = torch.promote_types(logits_TV.dtype, torch.float32), column_T.unsqueeze(1)
+    logp, sum_x, sum_logp = (torch.empty(column_T.shape, dtype=wide, device=logits_TV.device) for _ in range(3))
     for rows in _blocks(*logits_TV.shape):
         block = logits_TV[rows, :width].to(wide)
         # torch's softmax kernels exponentiate twice as fast as exp() does
@@ -174,13 +195,7 @@ def row_statistics(
         few = logits_TV[unlikely, :width].to(wide)
         lse[unlikely] = torch.logsumexp(few, 1)
         logp[unlikely] = torch.log_softmax(few, 1).gather(1, column[unlikely]).squeeze(1)  # p may be too small for its dtype
-    target = target.masked_fill_((local < 0) | (local >= width), 0.0)
-    if label_smoothing:
-        share = label_smoothing / vocab_size
-        target = (1 - label_smoothing) * target + share * sum_x
-        logp = (1 - label_smoothing) * logp + share * sum_logp
-    target = masked_target(target, labels_T, ignore_index, vocab_size)
-    return lse, target, masked_loss(-logp, labels_T, ignore_index).masked_fill_(target.isnan(), torch.nan)
+    return lse, target, logp, sum_x, sum_logp
 
 
 def row_losses(logits_TV: Tensor, labels_T: Tensor, **params: Any) -> tuple[Tensor, Tensor]:
@@ -229,8 +244,9 @@ def row_gradients(
     scale_T1 = (dloss_T if dlse_T is None else dloss_T + dlse_T).unsqueeze(1)
     all_columns = start == 0 and vocab_size <= num_columns  # then torch.softmax can be used, which is faster than exp()
     direct = _is_direct(num_columns, start, vocab_size, label_smoothing)
+    by_kernel = not label_smoothing and softmax_rows(logits_TV[:, :width], lse_T, scale_T1.flatten(), out[:, :width]) is not None
     share_T1 = (dloss_T * (label_smoothing / vocab_size)).unsqueeze(1)
-    for rows in _blocks(*logits_TV.shape):
+    for rows in [] if by_kernel else _blocks(*logits_TV.shape):
         if p_TV is not None:
             torch.mul(p_TV[rows], scale_T1[rows], out=out[rows])
             continue
@@ -262,7 +278,7 @@ def _impl_grad(logits, labels, dloss, **params):
     wide = torch.promote_types(logits.dtype, torch.float32)
     loss_T, lse_T = (torch.empty(labels_T.shape, dtype=wide, device=logits.device) for _ in range(2))
     others = {key: value for key, value in params.items() if key != "ignore_index"}
-    shares = logits.dtype == wide and _is_direct(logits.shape[-1], **others)
+    shares = logits.dtype == wide and _is_direct(logits.shape[-1], **others) and not softmax_takes(logits_TV)
     blocks = _blocks(*logits_TV.shape)
     memory_TV = torch.empty_like(logits_TV[blocks[0]]) if shares and blocks else None
     for rows in blocks:

@@ -1,4 +1,4 @@
-"""Rows: norms, activations and rotations of float32 on a CPU by mpar's C++ kernels (mpar/cpp/rows.cpp), in one pass each.
+"""Rows: norms, activations, rotations, softmax of float32 on a CPU by mpar's C++ kernels (mpar/cpp/rows.cpp), in one pass each.
 
 Each function gives None where there is no kernel for its operands; then torch's ops do the same in several passes.
 """
@@ -12,11 +12,21 @@ from torch.nn import Parameter
 
 from mpar.cpp import cpp_function, cpp_structure
 
-__all__ = ["rms_norm_backward_rows", "rms_norm_rows", "rotated_rows", "swiglu_backward_rows", "swiglu_rows"]
+__all__ = [
+    "rms_norm_backward_rows",
+    "rms_norm_rows",
+    "rotated_rows",
+    "softmax_rows",
+    "softmax_statistics_rows",
+    "softmax_takes",
+    "swiglu_backward_rows",
+    "swiglu_rows",
+]
 
 _STRIP = 64
 """`STRIP` of rows.cpp."""
 _Norm = cpp_structure("_Norm", ["rows", "size"], ["eps"])
+_Logits = cpp_structure("_Logits", ["rows", "columns", "x_row", "y_row"], [])
 _Rotation = cpp_structure(
     "_Rotation",
     [
@@ -86,6 +96,33 @@ def rotated_rows(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor | None, *, inter
     rotation = _rotation(x.shape, cos.shape[2], interleaved, x.stride()[:3], y.stride()[:3], table)
     run(ctypes.addressof(rotation), *(each.data_ptr() for each in (x, cos, sin, y)))
     return y
+
+
+def softmax_takes(*tensors: Tensor) -> bool:
+    """Whether there are kernels for the softmax of rows of these."""
+    fits = _are_plain(*tensors) and all(x.stride(-1) == 1 for x in tensors)
+    return fits and cpp_function("rows", "softmax", 5) is not None
+
+
+def softmax_statistics_rows(x_TV: Tensor, column_T: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Of each row of logits: the log of the sum of exponentials, the logit in its `column_T`, and the log of its probability."""
+    run = cpp_function("rows", "softmax_statistics", 6)
+    if run is None or not softmax_takes(x_TV):
+        return None
+    column_T, call = column_T.contiguous(), _Logits(*x_TV.shape, x_TV.stride(0), 0)
+    lse, target, logp = (x_TV.new_empty(x_TV.shape[0]) for _ in range(3))
+    run(ctypes.addressof(call), x_TV.data_ptr(), column_T.data_ptr(), *(each.data_ptr() for each in (lse, target, logp)))
+    return lse, target, logp
+
+
+def softmax_rows(x_TV: Tensor, lse_T: Tensor, scale_T: Tensor, y_TV: Tensor) -> Tensor | None:
+    """`scale * exp(x - lse)`, written to `y_TV`, which may be `x_TV`."""
+    run = cpp_function("rows", "softmax", 5)
+    if run is None or not softmax_takes(x_TV, y_TV) or not _are_plain(lse_T, scale_T):
+        return None
+    lse_T, scale_T, call = lse_T.contiguous(), scale_T.contiguous(), _Logits(*x_TV.shape, x_TV.stride(0), y_TV.stride(0))
+    run(ctypes.addressof(call), *(each.data_ptr() for each in (x_TV, lse_T, scale_T, y_TV)))
+    return y_TV
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,4 +1,6 @@
-"""Norms, activations and rotations in C++: against the primitives' meaning in float64, and what is left to torch."""
+"""Norms, activations, rotations and softmax in C++: against the primitives' meaning in float64, and what is left to torch."""
+
+import math
 
 import pytest
 import torch
@@ -65,6 +67,38 @@ def test_rope(batch, half, interleaved, make_tensor):
     compare(_rows.rotated_rows(x, cos, sin, None, interleaved=interleaved), expected)
     assert _rows.rotated_rows(x, cos, sin, x, interleaved=interleaved) is x
     compare(x, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_softmax(shape, make_tensor):
+    """Statistics and probabilities, of parts of wider rows, into other rows and over the operand; labels that are almost certain
+    and almost impossible."""
+    x = (make_tensor((shape[0], shape[1] + 5)) * 30)[:, 2 : shape[1] + 2]
+    labels, scale = torch.arange(shape[0]) % shape[1], make_tensor(shape[:1])
+    labels[0], labels[-1] = x[0].argmax(), x[-1].argmin()
+    x[0, labels[0]] += 20
+    lse, target, logp = _rows.softmax_statistics_rows(x, labels)
+    expected = torch.log_softmax(x.double(), 1).gather(1, labels[:, None]).squeeze(1)
+    assert torch.equal(target, x.gather(1, labels[:, None]).squeeze(1))
+    torch.testing.assert_close(logp.double(), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(lse.double(), torch.logsumexp(x.double(), 1), rtol=1e-6, atol=1e-6)
+    y = torch.zeros(shape[0], shape[1] + 3)
+    found = _rows.softmax_rows(x, lse, scale, y[:, : shape[1]])
+    torch.testing.assert_close(found.double(), torch.softmax(x.double(), 1) * scale[:, None], rtol=1e-4, atol=1e-30)
+    assert not y[:, shape[1] :].any()
+    assert torch.equal(_rows.softmax_rows(x, lse, scale, x), found)
+
+
+def test_softmax_of_numbers_that_are_none():
+    """As torch's: NaN and infinite logits make all probabilities of their row NaN, impossible ones are 0."""
+    inf, nan = torch.inf, torch.nan
+    x = torch.tensor([[1.0, nan, 2.0] * 6, [1.0, inf, 2.0] * 6, [-inf] * 18, [1.0, -inf, 200.0] * 6])
+    lse, _, logp = _rows.softmax_statistics_rows(x, torch.tensor([0, 0, 0, 1]))
+    assert lse.tolist()[1:] == [inf, -inf, pytest.approx(200 + math.log(6))] and lse[0].isnan()
+    assert logp[:3].isnan().all() and logp[3] == -inf
+    y = _rows.softmax_rows(x, lse, torch.ones(4), torch.empty(4, 18))
+    assert y[0].isnan().all() and y[2].isnan().all() and y[1, 1::3].isnan().all()
+    torch.testing.assert_close(y[3], torch.softmax(x[3], 0))
 
 
 def test_threads_change_no_bit(make_tensor):

@@ -217,13 +217,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, masks: Masks, scale: float) -> tupl
         return _one_forward(blocks[0], q, k, v, masks, scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=wide)
-    if _are_apart(blocks):
-        out = _heads_last_zeros(q, q.dtype)
+    if _are_apart([(block.batch, block.rows) for block in blocks]):
+        out = _heads_last(q, q.dtype)
         for block in blocks:
             place = block.batch, slice(None), block.rows
-            out[place], lse[place] = _one_forward(block, q, k, v, masks, scale)
-        return out, lse
-    out = _heads_last_zeros(q, wide)
+            lse[place] = _one_forward(block, q, k, v, masks, scale, out[place])[1]
+        return _without_rest(out, [(block.batch, block.rows) for block in blocks]), lse
+    out = _heads_last(q, wide).zero_()
     for block in blocks:
         out_b, lse_b = _one_forward(block, q, k, v, masks, scale)
         out_a, lse_a = out[block.batch, :, block.rows], lse[block.batch, :, block.rows]
@@ -234,16 +234,32 @@ def forward(q: Tensor, k: Tensor, v: Tensor, masks: Masks, scale: float) -> tupl
     return out.to(q.dtype), lse
 
 
-def _are_apart(blocks: Sequence[Block]) -> bool:
-    """Whether no query is in two of the blocks."""
-    places = sorted((block.batch.start or 0, block.rows.start, block.rows.stop) for block in blocks)
-    return all(a[0] < b[0] or a[2] <= b[1] for a, b in itertools.pairwise(places))
+def _are_apart(places: Sequence[tuple[slice, slice]]) -> bool:
+    """Whether no token is in two of the places, which are rows of the batch and tokens; all places have one row, or all rows."""
+    ordered = sorted((batch.start or 0, tokens.start, tokens.stop) for batch, tokens in places)
+    return all(a[0] < b[0] or a[2] <= b[1] for a, b in itertools.pairwise(ordered))
 
 
-def _one_forward(block: Block, q: Tensor, k: Tensor, v: Tensor, masks: Masks, scale: float) -> tuple[Tensor, Tensor]:
+def _without_rest(x: Tensor, places: Sequence[tuple[slice, slice]]) -> Tensor:
+    """`x` (B, N, S, H), with zeros written to the tokens that are in none of the places."""
+    rows = defaultdict(list)
+    for batch, tokens in sorted(places, key=lambda place: place[1].start):
+        rows[batch.start].append(tokens)
+    for row in [None] if None in rows else range(x.shape[0]):
+        end = 0
+        for tokens in [*rows[row], slice(x.shape[2], None)]:
+            if end < tokens.start:
+                x[slice(None) if row is None else row, ..., end : tokens.start, :] = 0
+            end = tokens.stop
+    return x
+
+
+def _one_forward(
+    block: Block, q: Tensor, k: Tensor, v: Tensor, masks: Masks, scale: float, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     seen, bias = _mask(block, q, k, masks)
     q, k, v = q[block.batch, :, block.rows], k[block.batch, :, block.keys], v[block.batch, :, block.keys]
-    out, lse = flash(q, k, v, block.aligned, bias, scale)
+    out, lse = flash(q, k, v, block.aligned, bias, scale, out)
     if seen is not None:
         lse.masked_fill_(~seen.any(-1).unsqueeze(1), -torch.inf)
     return out, lse
@@ -255,8 +271,15 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     everything = slice(None), slice(0, q.shape[2]), slice(0, k.shape[2])
     if len(blocks) == 1 and (blocks[0].batch, blocks[0].rows, blocks[0].keys) == everything:
         return list(_one_backward(blocks[0], dout, q, k, v, out, lse, masks, scale))
+    queries, keys = [(block.batch, block.rows) for block in blocks], [(block.batch, block.keys) for block in blocks]
+    if _are_apart(queries) and _are_apart(keys):
+        dq, dk, dv = (_heads_last(x, x.dtype) for x in (q, k, v))
+        for block in blocks:
+            into = dq[block.batch, :, block.rows], dk[block.batch, :, block.keys], dv[block.batch, :, block.keys]
+            _one_backward(block, dout, q, k, v, out, lse, masks, scale, into)
+        return [_without_rest(x, places) for x, places in ((dq, queries), (dk, keys), (dv, keys))]
     wide = torch.promote_types(q.dtype, torch.float32)
-    dq, dk, dv = (_heads_last_zeros(x, wide) for x in (q, k, v))
+    dq, dk, dv = (_heads_last(x, wide).zero_() for x in (q, k, v))
     for block in blocks:
         block_grads = _one_backward(block, dout, q, k, v, out, lse, masks, scale)
         for total, block_grad, place in zip((dq, dk, dv), block_grads, (block.rows, block.keys, block.keys), strict=True):
@@ -264,13 +287,15 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     return [grad.to(q.dtype) for grad in (dq, dk, dv)]
 
 
-def _one_backward(block: Block, dout, q, k, v, out, lse, masks: Masks, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _one_backward(
+    block: Block, dout, q, k, v, out, lse, masks: Masks, scale: float, into: Sequence[Tensor] | None = None
+) -> Sequence[Tensor]:
     _, bias = _mask(block, q, k, masks)
     dout, q, out, lse = (x[block.batch, :, block.rows] for x in (dout, q, out, lse))
     k, v = k[block.batch, :, block.keys], v[block.batch, :, block.keys]
-    return flash_backward(dout, q, k, v, out, lse, block.aligned, bias, scale)
+    return flash_backward(dout, q, k, v, out, lse, block.aligned, bias, scale, into)
 
 
-def _heads_last_zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros of the shape of `x`, (B, N, S, H), stored as (B, S, N, H)."""
-    return torch.zeros_like(x.transpose(1, 2), dtype=dtype, memory_format=torch.contiguous_format).transpose(1, 2)
+def _heads_last(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of the shape of `x`, (B, N, S, H), stored as (B, S, N, H)."""
+    return torch.empty_like(x.transpose(1, 2), dtype=dtype, memory_format=torch.contiguous_format).transpose(1, 2)

@@ -4,6 +4,7 @@ Mpar's C++ (mpar/cpp/attention.cpp) takes float32 on CPUs with AVX2 or AVX-512; 
 """
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,29 +22,43 @@ _Call = cpp_structure("_Call", [*_NUMBERS, *(f"{name}_{dim}" for name in _LAYOUT
 _SIZES = range(16, 257, 16)
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`(out_BNSH, lse_BNS)` of operands with heads first. causal: query i sees keys 0 to i. bias: (B or 1, 1, S, M), added to the
-    scores; it has the dtype of `q`."""
+    scores; it has the dtype of `q`. out: what the result is written to, with the features side by side in memory."""
     run = cpp_function("attention", "attention_forward", 7) if _supports(q, k, v) else None
     if run is None:
-        return flash_attention_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+        made, lse = flash_attention_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+        return made if out is None else out.copy_(made), lse
     q, k, v = map(_with_rows, (q, k, v))
-    out, lse = _like_rows(q), q.new_empty(q.shape[:3])
+    out, lse = _like_rows(q) if out is None else out, q.new_empty(q.shape[:3])
     call, bias = _call({"q": q, "k": k, "v": v, "out": out}, causal, bias, scale)
     run(ctypes.addressof(call), *map(_address, (q, k, v, bias, out, lse)))
     return out, lse
 
 
 def flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`(dq, dk, dv)`. `out` and `lse` may be those of more keys; `lse` is inf for queries that see none."""
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    bias: Tensor | None,
+    scale: float,
+    into: Sequence[Tensor] | None = None,
+) -> Sequence[Tensor]:
+    """`[dq, dk, dv]`. `out` and `lse` may be those of more keys; `lse` is inf for queries that see none. into: what they are
+    written to, with the features side by side in memory."""
     run = cpp_function("attention", "attention_backward", 11) if _supports(q, k, v) else None
     if run is None:
-        return flash_attention_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+        made = flash_attention_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+        return made if into is None else [grad.copy_(part) for grad, part in zip(into, made, strict=True)]
     dout, q, k, v, out = map(_with_rows, (dout, q, k, v, out))
     lse = lse.contiguous()
-    dq, dk, dv = map(_like_rows, (q, k, v))
+    dq, dk, dv = map(_like_rows, (q, k, v)) if into is None else into
     layouts = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
     call, bias = _call(layouts, causal, bias, scale)
     run(ctypes.addressof(call), *map(_address, (dout, q, k, v, out, lse, bias, dq, dk, dv)))

@@ -151,11 +151,11 @@ def test_every_visible_pair_of_two_runs_is_in_one_block(causal, window):
 class _Work:
     """Stands for a kernel and counts the pairs of a query and a key that it is given."""
 
-    def __init__(self, kernel, operand):
-        self.kernel, self.operand, self.pairs, self.masked = kernel, operand, 0, 0
+    def __init__(self, kernel, operand, masks):
+        self.kernel, self.operand, self.masks, self.pairs, self.masked = kernel, operand, masks, 0, 0
 
     def __call__(self, *operands):
-        q, k, (aligned, bias, _) = operands[self.operand], operands[self.operand + 1], operands[-3:]
+        q, k, (aligned, bias) = operands[self.operand], operands[self.operand + 1], operands[self.masks : self.masks + 2]
         rows, keys = q.shape[2], k.shape[2]
         self.pairs += sum(min(i + 1, keys) for i in range(rows)) if aligned else rows * keys
         self.masked = max(self.masked, 0 if bias is None else bias[0].numel())
@@ -165,7 +165,7 @@ class _Work:
 @pytest.fixture
 def work(monkeypatch):
     """Counts of the forward and of the backward kernel."""
-    counts = _Work(blocks.flash, 0), _Work(blocks.flash_backward, 1)
+    counts = _Work(blocks.flash, 0, 3), _Work(blocks.flash_backward, 1, 6)
     monkeypatch.setattr(blocks, "flash", counts[0])
     monkeypatch.setattr(blocks, "flash_backward", counts[1])
     return counts
@@ -204,6 +204,22 @@ def test_what_a_window_hides_is_not_computed(window, most, work, make_tensor):
     for kernel in work:
         assert seen <= kernel.pairs < most * seen
         assert 0 < kernel.masked <= blocks.ROWS**2
+
+
+def test_tokens_of_no_document_have_zeros(make_tensor):
+    """Where no block is, memory that nothing wrote is not seen: between and behind documents, and in rows that have none."""
+    documents = torch.full((3, 512), -1)
+    documents[0, :200], documents[0, 230:400], documents[1, 100:512] = 0, 1, 7
+    q, k, v = (make_tensor((3, 512, heads, 16), requires_grad=True) for heads in (4, 2, 2))
+    torch.use_deterministic_algorithms(True)  # then memory is filled with NaN
+    try:
+        out, lse = ops.attention(q, k, v, q_documents=documents, k_documents=documents)
+        grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    nowhere = documents == -1
+    assert all(not x[nowhere].any() and x[~nowhere].isfinite().all() for x in (out, *grads))
+    assert (lse[nowhere] == -torch.inf).all()
 
 
 def test_documents_are_computed_apart(work, make_tensor):
