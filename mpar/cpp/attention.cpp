@@ -42,24 +42,39 @@ inline void multiply_rows(int64_t inner, const float* a, int64_t a_row, int64_t 
     for (int j = 0; j < VECTORS; ++j) store(sums[r][j], c + r * c_row + j * WIDTH);
 }
 
+// What of a product is there where queries see only keys before them: all, what is not above the diagonal of the result, or the
+// numbers of a that are not above its diagonal, or not below it. No more is computed, but for the rest of some rows by vectors.
+enum class Part { ALL, LOWER_RESULT, LOWER_A, UPPER_A };
+
+// The same for COUNT rows from the row r on, and columns from j on.
+template <int64_t COUNT, int VECTORS, bool ADD>
+inline void multiply_part(Part part, int64_t r, int64_t j, int64_t inner, const float* a, int64_t a_row, int64_t a_inner,
+                          const float* b, int64_t b_row, float* c, int64_t c_row) {
+  if (part == Part::LOWER_RESULT && r + COUNT <= j) return;
+  const int64_t start = part == Part::UPPER_A ? std::min(r, inner) : 0;
+  const int64_t end = part == Part::LOWER_A ? std::min(r + COUNT, inner) : inner;
+  multiply_rows<COUNT, VECTORS, ADD>(end - start, a + r * a_row + start * a_inner, a_row, a_inner, b + start * b_row + j, b_row,
+                                     c + r * c_row + j, c_row);
+}
+
 // The same for any number of rows and of columns; these are whole vectors.
 template <int VECTORS, bool ADD>
-inline void multiply_columns(int64_t rows, int64_t inner, const float* a, int64_t a_row, int64_t a_inner, const float* b,
-                             int64_t b_row, float* c, int64_t c_row) {
+inline void multiply_columns(Part part, int64_t j, int64_t rows, int64_t inner, const float* a, int64_t a_row, int64_t a_inner,
+                             const float* b, int64_t b_row, float* c, int64_t c_row) {
   int64_t r = 0;
   for (; r + ROWS <= rows; r += ROWS)
-    multiply_rows<ROWS, VECTORS, ADD>(inner, a + r * a_row, a_row, a_inner, b, b_row, c + r * c_row, c_row);
-  for (; r + 4 <= rows; r += 4) multiply_rows<4, VECTORS, ADD>(inner, a + r * a_row, a_row, a_inner, b, b_row, c + r * c_row, c_row);
-  for (; r < rows; ++r) multiply_rows<1, VECTORS, ADD>(inner, a + r * a_row, a_row, a_inner, b, b_row, c + r * c_row, c_row);
+    multiply_part<ROWS, VECTORS, ADD>(part, r, j, inner, a, a_row, a_inner, b, b_row, c, c_row);
+  for (; r + 4 <= rows; r += 4) multiply_part<4, VECTORS, ADD>(part, r, j, inner, a, a_row, a_inner, b, b_row, c, c_row);
+  for (; r < rows; ++r) multiply_part<1, VECTORS, ADD>(part, r, j, inner, a, a_row, a_inner, b, b_row, c, c_row);
 }
 
 template <bool ADD>
-void multiply(int64_t rows, int64_t columns, int64_t inner, const float* a, int64_t a_row, int64_t a_inner, const float* b,
-              int64_t b_row, float* c, int64_t c_row) {
+void multiply(Part part, int64_t rows, int64_t columns, int64_t inner, const float* a, int64_t a_row, int64_t a_inner,
+              const float* b, int64_t b_row, float* c, int64_t c_row) {
   int64_t j = 0;
   for (; j + 2 * WIDTH <= columns; j += 2 * WIDTH)
-    multiply_columns<2, ADD>(rows, inner, a, a_row, a_inner, b + j, b_row, c + j, c_row);
-  if (j < columns) multiply_columns<1, ADD>(rows, inner, a, a_row, a_inner, b + j, b_row, c + j, c_row);
+    multiply_columns<2, ADD>(part, j, rows, inner, a, a_row, a_inner, b, b_row, c, c_row);
+  if (j < columns) multiply_columns<1, ADD>(part, j, rows, inner, a, a_row, a_inner, b, b_row, c, c_row);
 }
 
 // Rows beside each other, times `scale`: in a head of many they are so far apart that they push each other out of the cache.
@@ -86,36 +101,54 @@ void transpose(int64_t rows, int64_t size, const float* from, int64_t from_row, 
 
 int64_t in_tiles(int64_t count) { return (count + TILE - 1) / TILE * TILE; }
 
-// The scores of a tile, with -inf for what is hidden, of queries that are scaled. `first_q`, `first_k`: the first query and key.
-void score(const Call& call, const float* q, const float* keys_by_size, const float* bias, int64_t first_q, int64_t first_k,
-           int64_t rows, float* scores) {
-  multiply<false>(rows, TILE, call.size, q, call.size, 1, keys_by_size + first_k * call.size, TILE, scores, TILE);
-  const int64_t most = std::min(TILE, call.keys - first_k);
+// How many numbers of a row of a tile are computed: those of the keys that a query sees, in vectors.
+int64_t in_vectors(int64_t seen) { return (seen + WIDTH - 1) / WIDTH * WIDTH; }
+
+// The tile of some queries and keys. `first_q`, `first_k`: the first ones. In the tile on the diagonal, query i sees keys 0 to i.
+struct Tile {
+  int64_t first_q, first_k, most;
+  bool causal;
+
+  Tile(const Call& call, int64_t first_q, int64_t first_k)
+      : first_q(first_q), first_k(first_k), most(std::min(TILE, call.keys - first_k)), causal(call.causal && first_q == first_k) {}
+
+  int64_t seen(int64_t i) const { return causal ? std::min(i + 1, most) : most; }
+  Part part(Part of_diagonal) const { return causal ? of_diagonal : Part::ALL; }
+};
+
+// The scores of a tile of queries that are scaled, of each row in whole vectors, with -inf for what is hidden.
+void score(const Call& call, const Tile& tile, const float* q, const float* keys_by_size, const float* bias, int64_t rows,
+           float* scores) {
+  const auto [first_q, first_k, most, causal] = tile;
+  const float* keys = keys_by_size + first_k * call.size;
+  multiply<false>(tile.part(Part::LOWER_RESULT), rows, TILE, call.size, q, call.size, 1, keys, TILE, scores, TILE);
   for (int64_t i = 0; i < rows; ++i) {
     float* row = scores + i * TILE;
-    const int64_t seen = call.causal ? std::clamp<int64_t>(first_q + i + 1 - first_k, 0, most) : most;
+    const int64_t seen = tile.seen(i);
     if (bias) {
       const float* added = bias + (first_q + i) * call.keys + first_k;
 #pragma omp simd
       for (int64_t j = 0; j < most; ++j) row[j] += added[j];
     }
-    std::fill(row + seen, row + TILE, NOTHING);
+    std::fill(row + seen, row + in_vectors(seen), NOTHING);
   }
 }
 
-inline float largest(const float* row) {
+inline float largest(const float* row, int64_t count) {
   Lanes top = load(row);
-  for (int64_t j = WIDTH; j < TILE; j += WIDTH) top = larger(load(row + j), top);
+  for (int64_t j = WIDTH; j < count; j += WIDTH) top = larger(load(row + j), top);
   return largest_of(top);
 }
 
-// row[j] = exp(row[j] - top), and the sum of these, where a `top` of -inf stands for a row that sees nothing so far.
-inline float exponentials(float* row, float top) {
+// row[j] = exp(row[j] - top) for the first `count`, and the sum of these, where a `top` of -inf stands for a row that sees nothing so
+// far; 0 for the others.
+inline float exponentials(float* row, int64_t count, float top) {
   const float level = top == NOTHING ? 0.0f : top;
 #pragma omp simd
-  for (int64_t j = 0; j < TILE; ++j) row[j] = exp_of(row[j] - level);
+  for (int64_t j = 0; j < count; ++j) row[j] = exp_of(row[j] - level);
+  std::fill(row + count, row + TILE, 0.0f);
   Lanes total = load(row);
-  for (int64_t j = WIDTH; j < TILE; j += WIDTH) total += load(row + j);
+  for (int64_t j = WIDTH; j < count; j += WIDTH) total += load(row + j);
   return sum_of(total);
 }
 
@@ -131,19 +164,22 @@ void attend_tile(const Call& call, const float* q, const float* keys_by_size, co
   std::fill(found, found + TILE, NOTHING);
   std::fill(totals, totals + TILE, 0.0f);
   for (int64_t first_k = 0; first_k < end; first_k += TILE) {
-    score(call, queries, keys_by_size, bias, first_q, first_k, rows, scores);
-    for (int64_t i = 0; i < rows; ++i) found[i] = larger(largest(scores + i * TILE), tops[i]);
+    const Tile tile(call, first_q, first_k);
+    score(call, tile, queries, keys_by_size, bias, rows, scores);
+    for (int64_t i = 0; i < rows; ++i) found[i] = larger(largest(scores + i * TILE, in_vectors(tile.seen(i))), tops[i]);
 #pragma omp simd
     for (int64_t i = 0; i < TILE; ++i) {
       kept[i] = tops[i] == NOTHING ? 0.0f : exp_of(tops[i] - found[i]);
       tops[i] = found[i];
     }
-    for (int64_t i = 0; i < rows; ++i) totals[i] = totals[i] * kept[i] + exponentials(scores + i * TILE, tops[i]);
+    for (int64_t i = 0; i < rows; ++i)
+      totals[i] = totals[i] * kept[i] + exponentials(scores + i * TILE, in_vectors(tile.seen(i)), tops[i]);
     for (int64_t i = 0; i < rows && first_k > 0; ++i)
       for (int64_t h = 0; h < call.size; h += WIDTH) store(kept[i] * load(sums + i * call.size + h), sums + i * call.size + h);
     const int64_t inner = std::min(TILE, end - first_k);
     const auto add = first_k > 0 ? multiply<true> : multiply<false>;
-    add(rows, call.size, inner, scores, TILE, 1, values + first_k * call.size, call.size, sums, call.size);
+    const float* seen = values + first_k * call.size;
+    add(tile.part(Part::LOWER_A), rows, call.size, inner, scores, TILE, 1, seen, call.size, sums, call.size);
   }
   for (int64_t i = 0; i < rows; ++i) {
     const bool sees = totals[i] != 0;  // also where it is no number
@@ -188,21 +224,27 @@ void attend_head_backward(const Call& call, int64_t b, int64_t kv_head, const fl
       }
       for (int64_t first_k = 0; first_k < end; first_k += TILE) {
         const int64_t inner = std::min(TILE, end - first_k);
-        score(call, queries, keys_by_size, bias, first_q, first_k, rows, shares);
-        multiply<false>(rows, TILE, size, douts, size, 1, values_by_size + first_k * size, TILE, slopes, TILE);
+        const Tile tile(call, first_q, first_k);
+        const float* values = values_by_size + first_k * size;
+        score(call, tile, queries, keys_by_size, bias, rows, shares);
+        multiply<false>(tile.part(Part::LOWER_RESULT), rows, TILE, size, douts, size, 1, values, TILE, slopes, TILE);
         for (int64_t i = 0; i < rows; ++i) {
           float *share = shares + i * TILE, *slope = slopes + i * TILE;
           const float level = lse[first_q + i] == NOTHING ? -NOTHING : lse[first_q + i], mean = means[i];
+          const int64_t count = in_vectors(tile.seen(i));
 #pragma omp simd
-          for (int64_t j = 0; j < TILE; ++j) {
+          for (int64_t j = 0; j < count; ++j) {
             share[j] = exp_of(share[j] - level);
             slope[j] = share[j] * (slope[j] - mean);
           }
+          std::fill(share + count, share + TILE, 0.0f);
+          std::fill(slope + count, slope + TILE, 0.0f);
         }
-        multiply<true>(inner, size, rows, shares, 1, TILE, douts, size, dvalues + first_k * size, size);
-        multiply<true>(inner, size, rows, slopes, 1, TILE, queries, size, dkeys + first_k * size, size);
+        const Part upper = tile.part(Part::UPPER_A);
+        multiply<true>(upper, inner, size, rows, shares, 1, TILE, douts, size, dvalues + first_k * size, size);
+        multiply<true>(upper, inner, size, rows, slopes, 1, TILE, queries, size, dkeys + first_k * size, size);
         const auto add = first_k > 0 ? multiply<true> : multiply<false>;
-        add(rows, size, inner, slopes, TILE, 1, keys + first_k * size, size, dqueries, size);
+        add(tile.part(Part::LOWER_A), rows, size, inner, slopes, TILE, 1, keys + first_k * size, size, dqueries, size);
       }
       unpack(rows, size, dqueries, call.scale, dq + first_q * call.dq.row, call.dq.row);
     }
