@@ -158,14 +158,14 @@ def row_statistics(
     column_T = local.clamp(0, width - 1)
     found = None if label_smoothing or p_TV is not None else softmax_statistics_rows(logits_TV[:, :width], column_T)
     if found is None:
-        lse, target, logp, sum_x, sum_logp = _statistics_by_torch(logits_TV, column_T, width, label_smoothing, p_TV)
+        lse, target, logp, *sums = _statistics_by_torch(logits_TV, column_T, width, label_smoothing, p_TV)
     else:
-        (lse, target, logp), sum_x, sum_logp = found, 0.0, 0.0
+        lse, target, logp = found
     target = target.masked_fill_((local < 0) | (local >= width), 0.0)
     if label_smoothing:
         share = label_smoothing / vocab_size
-        target = (1 - label_smoothing) * target + share * sum_x
-        logp = (1 - label_smoothing) * logp + share * sum_logp
+        target = (1 - label_smoothing) * target + share * sums[0]
+        logp = (1 - label_smoothing) * logp + share * sums[1]
     target = masked_target(target, labels_T, ignore_index, vocab_size)
     return lse, target, masked_loss(-logp, labels_T, ignore_index).masked_fill_(target.isnan(), torch.nan)
 

@@ -6,6 +6,7 @@ a triangle or a band. The results of several blocks for the same queries are mer
 blocks. Documents that share a row of the batch are blocks of their own, unless there are so many that masks cost less.
 """
 
+import hashlib
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,8 @@ SHORT_RUN = 64
 CALL_PAIRS = 4096
 """In the time of one more call of the kernel, forward and backward, it computes about so many pairs (8 heads of 32 features)."""
 MANY_PAIRS = 1024
+_KEPT: dict[tuple[object, ...], Sequence["Block"]] = {}
+_MOST_KEPT = 32
 
 
 class Block(NamedTuple):
@@ -97,8 +100,27 @@ def visible(q_order: Tensor, k_order: Tensor, q_documents, k_documents, causal: 
     return seen & (documents == k_documents.unsqueeze(1)) & (documents != -1)
 
 
-def blocks_of(num_queries: int, num_keys: int, masks: Masks) -> list[Block]:
-    """Blocks that contain every visible pair exactly once; pairs in no block are hidden."""
+def blocks_of(num_queries: int, num_keys: int, masks: Masks) -> Sequence[Block]:
+    """Blocks that contain every visible pair exactly once; pairs in no block are hidden. They are the same in all layers of a
+    model, so the last ones are kept."""
+    orders_and_documents = masks[:4]
+    if all(x is None for x in orders_and_documents):
+        return _cut_all(num_queries, num_keys, masks)
+    key = num_queries, num_keys, masks.causal, masks.window, *map(_digest, orders_and_documents)
+    found = _KEPT.get(key)
+    if found is None:
+        found = _KEPT[key] = _cut_all(num_queries, num_keys, masks)
+        for old in list(_KEPT)[:-_MOST_KEPT]:
+            _KEPT.pop(old, None)
+    return found
+
+
+def _digest(x: Tensor | None) -> tuple[object, ...] | None:
+    """What two tensors have in common only if they are equal."""
+    return None if x is None else (x.dtype, x.shape, hashlib.blake2b(x.contiguous().numpy().tobytes()).digest())
+
+
+def _cut_all(num_queries: int, num_keys: int, masks: Masks) -> list[Block]:
     documents = masks.q_documents is not None
     if documents and (blocks := _blocks_of_documents(masks)) is not None:
         return blocks

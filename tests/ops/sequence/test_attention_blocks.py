@@ -206,6 +206,27 @@ def test_what_a_window_hides_is_not_computed(window, most, work, make_tensor):
         assert 0 < kernel.masked <= blocks.ROWS**2
 
 
+def test_blocks_are_kept_by_what_masks_hold(monkeypatch):
+    """Equal documents elsewhere in memory are cut once; others, or the same ones changed in place, are cut again."""
+    cut, counted = blocks._cut_all, []
+    monkeypatch.setattr(blocks, "_cut_all", lambda *given: counted.append(1) or cut(*given))
+    monkeypatch.setattr(blocks, "_KEPT", {})
+    monkeypatch.setattr(blocks, "_MOST_KEPT", 3)
+    documents = torch.zeros(1, 100).long()
+
+    def found(x, causal=True):
+        return blocks.blocks_of(100, 100, blocks.Masks(None, None, x, x, causal, None))
+
+    assert found(documents) == found(documents.clone()) and len(counted) == 1
+    before, documents[0, 60:] = found(documents), 1
+    assert found(documents) != before and len(counted) == 2
+    assert found(documents, causal=False) != found(documents) and len(counted) == 3
+    for start in range(10, 50):
+        documents[0, start:] = start
+        found(documents)
+    assert len(blocks._KEPT) == 3 and len(counted) == 43
+
+
 def test_tokens_of_no_document_have_zeros(make_tensor):
     """Where no block is, memory that nothing wrote is not seen: between and behind documents, and in rows that have none."""
     documents = torch.full((3, 512), -1)
