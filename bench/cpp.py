@@ -1,7 +1,7 @@
 """`python -m bench.cpp`: mpar's C++ kernels for a CPU beside the ops of torch that run where there are none.
 
 Both compute the same results of the same operands, one call each in turn; the results must agree to 1e-5. Calls are those of a
-layer of `tiny` (256 features, 8 heads of 32): training on 4 rows of 256 tokens, and a step of decode with some tokens behind 100
+layer of `tiny` (256 features, 8 heads of 32, a vocabulary of 2048): training on 4 rows of 256 tokens, and a step of decode with some tokens behind 100
 others.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from bench._machine import this_run
 from bench._result import RESULTS, Result, append_results
 from bench._statistics import interval_text, paired_ratio
-from mpar.ops import PRIMITIVES, _rows
+from mpar.ops import PRIMITIVES, _einsum, _product, _rows, matmul_is_faster
 from mpar.ops.sequence import _few_tokens, _flash
 from mpar.testing import relative_error
 
@@ -63,14 +63,21 @@ def cases(rows: int = 4, length: int = 256, tokens: Sequence[int] = (1, 4, 16)) 
         "swiglu": call("swiglu", gate, up),
         "swiglu_bwd": call("swiglu_bwd", gate, up, dhidden),
     }
+    if matmul_is_faster():
+        found["product"] = call("einsum", gate, make(688, 256), equation="bsf,fd->bsd")
+        found["product, gradient of x"] = call("einsum", gate, make(256, 688), equation="bsf,df->bsd")
+        found["product of an adapter"] = call("einsum", gate, make(688, 8), equation="bsf,fr->bsr")
+    logits, labels = make(rows, length, 2048), torch.randint(2048, (rows, length), generator=draw)
+    how = {"ignore_index": -100, "vocab_size": 2048, "start": 0, "label_smoothing": 0.0}
+    loss, lse = call("cross_entropy", logits, labels, **how)()
+    found["cross_entropy"] = call("cross_entropy", logits, labels, **how)
+    found["cross_entropy_bwd"] = call("cross_entropy_bwd", logits, labels, lse, loss, None, **how)
     pages = torch.randperm(16 * 64, generator=draw).view(1, 16, 64)
     pools = make(1, 16 * 64 * PAGE, KV_HEADS, SIZE), make(1, 16 * 64 * PAGE, KV_HEADS, SIZE)
     for count in tokens:
         at = torch.arange(count)[None], torch.full((1, count), BEFORE), pages
         how = {"shard": False, "page_size": PAGE, "window": None, "scale": SIZE**-0.5, "soft_cap": None}
-        found[f"paged_attention, {count} tokens"] = call(
-            "paged_attention", make(1, count, HEADS, SIZE), *pools, *at, None, **how
-        )
+        found[f"paged_attention, {count} tokens"] = call("paged_attention", make(1, count, HEADS, SIZE), *pools, *at, None, **how)
     return found
 
 
@@ -107,8 +114,9 @@ def _by_torch(call: Call) -> tuple[Sequence[Tensor], float]:
 @contextmanager
 def _without_kernels() -> Iterator[None]:
     with ExitStack() as stack:
-        for module, name in ((_rows, "cpp_function"), (_flash, "cpp_function"), (_few_tokens, "_plan")):
-            stack.enter_context(mock.patch.object(module, name, lambda *_: None))
+        kernels = [(_rows, "cpp_function"), (_flash, "cpp_function"), (_few_tokens, "_plan"), (_product, "matmul")]
+        for module, name in [*kernels, (_einsum, "matmul")]:
+            stack.enter_context(mock.patch.object(module, name, lambda *_, **__: None))
         yield
 
 

@@ -2,7 +2,7 @@
 //
 // Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication", section 4: a strip of a few columns of b stays
 // in the first cache, a block of rows of a in the second, and a tile of the result in registers. Strips are copied, so that their
-// numbers lie one after the other. So are blocks, but for those whose rows do, which are read where they are.
+// numbers lie one after the other. The rows of a do, and are read where they are.
 //
 // A number of the result has the same bits whichever rows and columns there are beside it, and whatever the number of threads.
 
@@ -16,33 +16,31 @@ constexpr int64_t SHORT = 1 << 18;                     // with fewer products, t
 constexpr int64_t ROWS = (REGISTERS - 4) / 2;          // of a tile of two vectors of columns
 constexpr int64_t MOST_DEPTH = 384, MOST_COLUMNS = 2048, BLOCK = 96;  // rows of strips; columns that are copied; rows of a block
 constexpr int64_t LINE = 64 / sizeof(float);           // numbers that memory gives at once
-constexpr int64_t AHEAD_IN_STRIP = 24, AHEAD_IN_BLOCK = 8;  // rows between what is copied and what is fetched
+constexpr int64_t AHEAD = 24;                          // rows between what is copied and what is fetched
 constexpr int64_t PAGE = 4096 / sizeof(float);         // rows that are pages apart push each other out of the first cache
 
-// Distances in memory: from a row to the next, and from a number of a row to the next, in a and b; rows of c are side by side.
-// adds: to what c holds.
+// Distances in memory: from a row to the next in a; from a row, and from a number of a row, to the next in b. Rows of c are side
+// by side. adds: to what c holds.
 struct Call {
-  int64_t rows, inner, columns, a_row, a_step, b_row, b_step, adds;
+  int64_t rows, inner, columns, a_row, b_row, b_step, adds;
 };
 
 // A tile: HEIGHT rows and `columns` of VECTORS vectors. `next` is how far the row lies that is fetched, from each that is read.
-template <int64_t HEIGHT, int64_t VECTORS, bool COPIED>
+template <int64_t HEIGHT, int64_t VECTORS>
 void multiply_tile(int64_t depth, const float* a, int64_t a_row, int64_t next, const float* strip, int64_t columns, float* c,
                    int64_t c_row, bool adds) {
-  const int64_t row = COPIED ? 1 : a_row, step = COPIED ? HEIGHT : 1;
   for (int64_t r = 0; r < HEIGHT; ++r)
     for (int64_t j = 0; j < VECTORS * WIDTH; j += LINE) __builtin_prefetch(c + r * c_row + j, 1);
   Lanes sums[HEIGHT][VECTORS] = {};
   for (int64_t start = 0; start < depth; start += LINE) {
-    if (!COPIED)
-      for (int64_t r = 0; r < HEIGHT; ++r) __builtin_prefetch(a + r * row + next, 0, 2);
+    for (int64_t r = 0; r < HEIGHT; ++r) __builtin_prefetch(a + r * a_row + next, 0, 2);
     const int64_t end = std::min(start + LINE, depth);
 #pragma GCC unroll 4
-    for (int64_t k = start; k < end; ++k, a += step, strip += VECTORS * WIDTH) {
+    for (int64_t k = start; k < end; ++k, ++a, strip += VECTORS * WIDTH) {
       Lanes part[VECTORS];
       for (int64_t j = 0; j < VECTORS; ++j) part[j] = in_register(load(strip + j * WIDTH));
       for (int64_t r = 0; r < HEIGHT; ++r)
-        for (int64_t j = 0; j < VECTORS; ++j) sums[r][j] = fused(a[r * row], part[j], sums[r][j]);
+        for (int64_t j = 0; j < VECTORS; ++j) sums[r][j] = fused(a[r * a_row], part[j], sums[r][j]);
     }
   }
   for (int64_t r = 0; r < HEIGHT; ++r, c += c_row) {
@@ -56,18 +54,17 @@ void multiply_tile(int64_t depth, const float* a, int64_t a_row, int64_t next, c
   }
 }
 
-using Tile = decltype(&multiply_tile<1, 1, true>);
+using Tile = decltype(&multiply_tile<1, 1>);
 
-template <int64_t VECTORS, bool COPIED, int64_t... HEIGHTS>
+template <int64_t VECTORS, int64_t... HEIGHTS>
 Tile tile_of(int64_t height, std::integer_sequence<int64_t, HEIGHTS...>) {
-  static constexpr Tile all[] = {multiply_tile<HEIGHTS + 1, VECTORS, COPIED>...};
+  static constexpr Tile all[] = {multiply_tile<HEIGHTS + 1, VECTORS>...};
   return all[height - 1];
 }
 
-template <bool COPIED>
 Tile tile_of(int64_t height, bool thin) {
-  return thin ? tile_of<1, COPIED>(height, std::make_integer_sequence<int64_t, 2 * ROWS>{})
-              : tile_of<2, COPIED>(height, std::make_integer_sequence<int64_t, ROWS>{});
+  return thin ? tile_of<1>(height, std::make_integer_sequence<int64_t, 2 * ROWS>{})
+              : tile_of<2>(height, std::make_integer_sequence<int64_t, ROWS>{});
 }
 
 // `columns` of b, row by row; `width` numbers of a row, the last ones zero.
@@ -75,7 +72,7 @@ void copy_strip(const Call& call, const float* b, int64_t depth, int64_t columns
   if (columns < width) std::fill(strip, strip + depth * width, 0.0f);
   if (call.b_step == 1) {
     for (int64_t k = 0; k < depth; ++k, b += call.b_row, strip += width) {
-      __builtin_prefetch(b + AHEAD_IN_STRIP * call.b_row);
+      __builtin_prefetch(b + AHEAD * call.b_row);
       if (columns == 2 * WIDTH) {
         for (int64_t j = 0; j < 2 * WIDTH; j += WIDTH) store(load(b + j), strip + j);
       } else {
@@ -90,48 +87,31 @@ void copy_strip(const Call& call, const float* b, int64_t depth, int64_t columns
         strip[k * width + j] = b[k * call.b_row + j * call.b_step];
 }
 
-// Rows of a that are columns in memory, in tiles of `height` rows.
-void copy_block(const Call& call, const float* a, int64_t depth, int64_t rows, int64_t height, float* block) {
-  const int64_t rest = rows % height, in_tiles = rows - rest;
-  for (int64_t k = 0; k < depth; ++k, a += call.a_step) {
-    for (int64_t r = 0; r < rows; r += LINE) __builtin_prefetch(a + AHEAD_IN_BLOCK * call.a_step + r);
-    for (int64_t r = 0; r < in_tiles; r += height) std::memcpy(block + r * depth + k * height, a + r, height * sizeof(float));
-    for (int64_t r = 0; r < rest; ++r) block[in_tiles * depth + k * rest + r] = a[in_tiles + r];
-  }
-}
-
 // Memory of this thread, which is kept for the next call.
 float* at_least(std::vector<float>& kept, int64_t size) {
   if (static_cast<int64_t>(kept.size()) < size + LINE) kept = std::vector<float>(size + LINE);
   return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(kept.data()) + 63) / 64 * 64);
 }
 
-thread_local std::vector<float> of_block, of_strips;
+thread_local std::vector<float> of_strips;
 
 int64_t parts(int64_t size, int64_t most) { return (size + most - 1) / most; }
 
 // The tiles of a block of rows and some strips.
 void multiply_block(const Call& call, const float* a, int64_t depth, int64_t rows, int64_t height, const float* strips,
                     int64_t width, int64_t columns, float* c, bool adds) {
-  const bool copied = call.a_step != 1, thin = width == WIDTH;
-  if (copied) {
-    float* block = at_least(of_block, rows * depth);
-    copy_block(call, a, depth, rows, height, block);
-    a = block;
-  }
-  const int64_t step = copied ? depth : call.a_row, next = call.a_row % PAGE ? height * call.a_row : 0;
+  const int64_t next = call.a_row % PAGE ? height * call.a_row : 0;
   for (int64_t j = 0; j < columns; j += width)
     for (int64_t r = 0; r < rows; r += height) {
-      const int64_t tall = std::min(height, rows - r);
-      const Tile multiply = copied ? tile_of<true>(tall, thin) : tile_of<false>(tall, thin);
-      float* to = c + r * call.columns + j;
-      multiply(depth, a + r * step, call.a_row, next, strips + j * depth, std::min(width, columns - j), to, call.columns, adds);
+      const Tile multiply = tile_of(std::min(height, rows - r), width == WIDTH);
+      const float *from = a + r * call.a_row, *strip = strips + j * depth;
+      multiply(depth, from, call.a_row, next, strip, std::min(width, columns - j), c + r * call.columns + j, call.columns, adds);
     }
 }
 
 }  // namespace
 
-// Of `a`, rows or columns of which are side by side in memory, and any `b`. No size is 0.
+// Of `a`, the numbers of whose rows are side by side in memory, and any `b`. No size is 0.
 extern "C" void matmul_float32(const Call* given, const float* a, const float* b, float* c) {
   const Call& call = *given;
   const int64_t width = call.columns <= WIDTH ? WIDTH : 2 * WIDTH, most = width == WIDTH ? 2 * ROWS : ROWS;
@@ -157,7 +137,7 @@ extern "C" void matmul_float32(const Call* given, const float* a, const float* b
           const int64_t r = t / groups * rows, group = t % groups;
           const int64_t j = num_strips * group / groups * width;
           const int64_t end = std::min(num_strips * (group + 1) / groups * width, columns);
-          const float* from = a + r * call.a_row + begin * call.a_step;
+          const float* from = a + r * call.a_row + begin;
           float* to = c + r * call.columns + first + j;
           const bool adds = call.adds || begin > 0;
           multiply_block(call, from, depth, std::min(rows, call.rows - r), height, strips + j * depth, width, end - j, to, adds);

@@ -39,13 +39,14 @@ inline float largest_of_row(int64_t size, const float* x) {
 
 // Of exp(x - most).
 inline float sum_of_exponentials(int64_t size, const float* x, float most) {
+  constexpr int64_t together = 8 * WIDTH;
   Lanes sums{};
   int64_t i = 0;
-  for (; i + WIDTH <= size; i += WIDTH) {
-    float part[WIDTH];
+  for (; i + together <= size; i += together) {
+    float part[together];
 #pragma omp simd
-    for (int64_t j = 0; j < WIDTH; ++j) part[j] = exp_of(x[i + j] - most);
-    sums += load(part);
+    for (int64_t j = 0; j < together; ++j) part[j] = exp_of(x[i + j] - most);
+    for (int64_t j = 0; j < together; j += WIDTH) sums += load(part + j);
   }
   float sum = sum_of(sums);
   for (; i < size; ++i) sum += exp_of(x[i] - most);

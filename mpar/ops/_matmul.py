@@ -14,12 +14,10 @@ from mpar.torch_private import OpOverload, is_amd
 __all__ = ["MATMUL_OPS", "matmul", "matmul_is_faster"]
 
 _FEWEST_ROWS, _FEWEST_COLUMNS, _FEWEST_PRODUCTS = 16, 2, 2**15
-"""With fewer rows or columns, most of the time copies are made or zeros are multiplied; with fewer products, time is lost between
-Python and C++."""
-_FEWEST_COLUMNS_OF_COPIES = 16
-"""The same where `a` has to be copied."""
+"""With fewer rows or columns, most of the time copies of `b` are made or zeros are multiplied; with fewer products, time is lost
+between Python and C++."""
 _PLAIN = (Tensor, Parameter)
-_Call = cpp_structure("_Call", ["rows", "inner", "columns", "a_row", "a_step", "b_row", "b_step", "adds"], [])
+_Call = cpp_structure("_Call", ["rows", "inner", "columns", "a_row", "b_row", "b_step", "adds"], [])
 """`Call` of matmul.cpp."""
 
 
@@ -34,6 +32,7 @@ def matmul_is_faster() -> bool:
 def matmul(a: Tensor, b: Tensor, out: Tensor | None = None, *, adds: bool = False) -> Tensor | None:
     """The product of `a` (R, I) and `b` (I, C), written to or, with `adds`, added to `out`; None if it is none for this kernel.
 
+    Gradients of weights, for which `a` would have to be copied, are none: MKL computes them as fast.
     A number of the product has the same bits whichever rows and columns there are beside it.
     """
     if a.dtype != torch.float32 or a.device.type != "cpu" or b.device.type != "cpu" or not matmul_is_faster():
@@ -76,11 +75,10 @@ def _plan(
     """The kernel for such operands, the structure that it reads, and the shape of the product; None if there is no kernel."""
     (rows, inner), (summed, columns) = shape_a, shape_b
     fits = rows >= _FEWEST_ROWS and columns >= _FEWEST_COLUMNS and rows * inner * columns >= _FEWEST_PRODUCTS
-    fits &= stride_a[1] == 1 or (stride_a[0] == 1 and columns >= _FEWEST_COLUMNS_OF_COPIES)
-    if not fits or inner != summed or dtype_b != torch.float32:
+    if not fits or stride_a[1] != 1 or inner != summed or dtype_b != torch.float32:
         return None
     run = cpp_function("matmul", "matmul_float32", 4)
-    return None if run is None else (run, _Call(rows, inner, columns, *stride_a, *stride_b, adds), (rows, columns))
+    return None if run is None else (run, _Call(rows, inner, columns, stride_a[0], *stride_b, adds), (rows, columns))
 
 
 _OPS = torch.library.Library("mpar_matmul", "DEF")
