@@ -1,8 +1,8 @@
 """`python -m bench.cpp`: mpar's C++ kernels for a CPU beside the ops of torch that run where there are none.
 
 Both compute the same results of the same operands, one call each in turn; the results must agree to 1e-5. Calls are those of a
-layer of `tiny` (256 features, 8 heads of 32, a vocabulary of 2048): training on 4 rows of 256 tokens, and a step of decode with some tokens behind 100
-others.
+layer of `tiny` (256 features, 8 heads of 32) and of its loss: training on 4 rows of 256 tokens, and a step of decode with some
+tokens behind 100 others.
 """
 
 import argparse

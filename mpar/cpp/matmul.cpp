@@ -67,6 +67,27 @@ Tile tile_of(int64_t height, bool thin) {
               : tile_of<2>(height, std::make_integer_sequence<int64_t, ROWS>{});
 }
 
+constexpr int64_t SIDE = 8;  // numbers of a vector of AVX, which all CPUs have that have wider ones
+
+// to[j][k] = from[k][j].
+inline void transpose_square(const float* from, int64_t from_row, float* to, int64_t to_row) {
+  __m256 rows[SIDE], pairs[SIDE], fours[SIDE];
+  for (int64_t k = 0; k < SIDE; ++k) rows[k] = _mm256_loadu_ps(from + k * from_row);
+  for (int64_t k = 0; k < SIDE; k += 2) {
+    pairs[k] = _mm256_unpacklo_ps(rows[k], rows[k + 1]);
+    pairs[k + 1] = _mm256_unpackhi_ps(rows[k], rows[k + 1]);
+  }
+  for (int64_t k = 0; k < SIDE; k += 4)
+    for (int64_t i = 0; i < 2; ++i) {
+      fours[k + 2 * i] = _mm256_shuffle_ps(pairs[k + i], pairs[k + i + 2], 0x44);
+      fours[k + 2 * i + 1] = _mm256_shuffle_ps(pairs[k + i], pairs[k + i + 2], 0xee);
+    }
+  for (int64_t j = 0; j < 4; ++j) {
+    _mm256_storeu_ps(to + j * to_row, _mm256_permute2f128_ps(fours[j], fours[j + 4], 0x20));
+    _mm256_storeu_ps(to + (j + 4) * to_row, _mm256_permute2f128_ps(fours[j], fours[j + 4], 0x31));
+  }
+}
+
 // `columns` of b, row by row; `width` numbers of a row, the last ones zero.
 void copy_strip(const Call& call, const float* b, int64_t depth, int64_t columns, int64_t width, float* strip) {
   if (columns < width) std::fill(strip, strip + depth * width, 0.0f);
@@ -81,10 +102,13 @@ void copy_strip(const Call& call, const float* b, int64_t depth, int64_t columns
     }
     return;
   }
-  for (int64_t start = 0; start < depth; start += LINE)
-    for (int64_t j = 0; j < columns; ++j)
-      for (int64_t k = start; k < std::min(start + LINE, depth); ++k)
-        strip[k * width + j] = b[k * call.b_row + j * call.b_step];
+  const int64_t in_squares = call.b_row == 1 ? depth / SIDE * SIDE : 0, columns_in_squares = columns / SIDE * SIDE;
+  for (int64_t k = 0; k < in_squares; k += SIDE)
+    for (int64_t j = 0; j < columns_in_squares; j += SIDE)
+      transpose_square(b + j * call.b_step + k, call.b_step, strip + k * width + j, width);
+  for (int64_t j = 0; j < columns; ++j)
+    for (int64_t k = j < columns_in_squares ? in_squares : 0; k < depth; ++k)
+      strip[k * width + j] = b[k * call.b_row + j * call.b_step];
 }
 
 // Memory of this thread, which is kept for the next call.

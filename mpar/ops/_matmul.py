@@ -13,7 +13,7 @@ from mpar.torch_private import OpOverload, is_amd
 
 __all__ = ["MATMUL_OPS", "matmul", "matmul_is_faster"]
 
-_FEWEST_ROWS, _FEWEST_COLUMNS, _FEWEST_PRODUCTS = 16, 2, 2**15
+_FEWEST_ROWS, _FEWEST_COLUMNS, _FEWEST_PRODUCTS = 128, 2, 2**15
 """With fewer rows or columns, most of the time copies of `b` are made or zeros are multiplied; with fewer products, time is lost
 between Python and C++."""
 _PLAIN = (Tensor, Parameter)

@@ -8,7 +8,7 @@ pytestmark = needs_kernels
 
 def test_results_agree_and_lines_are_complete():
     """A line for each call, with both times; no call computes without a kernel what it should compute with one."""
-    calls = cpp.cases(rows=1, length=32, tokens=(1, 4))
+    calls = cpp.cases(rows=1, length=128, tokens=(1, 4))
     results = cpp.measure(calls, passes=1, turns=1)
     assert [r.text("call") for r in results] == list(calls)
     assert all(r.number("mpar_us") > 0 < r.number("torch_us") for r in results)
