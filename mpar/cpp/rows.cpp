@@ -87,7 +87,7 @@ extern "C" void softmax_statistics(const Logits* given, const float* x, const in
     const float most = largest_of_row(all.columns, from), log_sum = std::log(sum_of_exponentials(all.columns, from, most));
     logits[row] = from[labels[row]];
     lse[row] = std::isinf(most) ? log_of_no_number(all.columns, from, most) : most + log_sum;
-    logp[row] = logits[row] - most - log_sum;  // exact to the last digits also where the label is almost certain
+    logp[row] = logits[row] - most - log_sum;  // a label that is almost certain loses no digits to the size of its logit
   }
 }
 

@@ -32,7 +32,7 @@ def few_rows_read_columns(dtype: torch.dtype) -> bool:
 
 def few_rows(a: Tensor, b: Tensor) -> Tensor | None:
     """The product of `a` (R, I) and `b` (I, C); None if it is none for a kernel."""
-    if a.device.type != "cpu" or b.device.type != "cpu":
+    if a.device.type != "cpu" or b.device.type != "cpu" or a.is_neg() or b.is_neg():
         return None
     if _plan(a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype) is None:
         return None
@@ -47,7 +47,7 @@ def _by_kernel(a: Tensor, b: Tensor) -> Tensor:
     if plan is None:
         return torch.mm(a, b)
     run, call, shape = plan
-    y = torch.empty(shape, dtype=a.dtype)
+    y = torch.empty(shape, dtype=a.dtype, device="cpu")
     run(ctypes.addressof(call), a.data_ptr(), b.data_ptr(), y.data_ptr())
     return y
 

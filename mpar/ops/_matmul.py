@@ -32,15 +32,18 @@ def matmul_is_faster() -> bool:
 def matmul(a: Tensor, b: Tensor, out: Tensor | None = None, *, adds: bool = False) -> Tensor | None:
     """The product of `a` (R, I) and `b` (I, C), written to or, with `adds`, added to `out`; None if it is none for this kernel.
 
-    Gradients of weights, for which `a` would have to be copied, are none: MKL computes them as fast.
+    Gradients of weights, for which `a` would have to be copied, are none: MKL computes them as fast. Autograd is not told of what
+    is written, and `out` must not overlap the operands.
     A number of the product has the same bits whichever rows and columns there are beside it.
     """
     if a.dtype != torch.float32 or a.device.type != "cpu" or b.device.type != "cpu" or not matmul_is_faster():
         return None
+    if a.is_neg() or b.is_neg():  # the numbers in memory have the other sign
+        return None
     plan = _plan(a.shape, a.stride(), b.shape, b.stride(), b.dtype, adds)
     if plan is None or (out is not None and not _takes(out, plan[2])):
         return None
-    if type(a) in _PLAIN and type(b) in _PLAIN:
+    if type(a) in _PLAIN and type(b) in _PLAIN and (out is None or type(out) in _PLAIN):
         return _by_kernel(a, b, out, adds)
     product = torch.ops.mpar_matmul.matmul(a, b)  # in a trace, where it stays one op
     if out is None:
@@ -49,7 +52,8 @@ def matmul(a: Tensor, b: Tensor, out: Tensor | None = None, *, adds: bool = Fals
 
 
 def _takes(out: Tensor, shape: tuple[int, int]) -> bool:
-    return out.shape == shape and out.is_contiguous() and out.dtype == torch.float32 and out.device.type == "cpu"
+    fits = out.shape == shape and out.is_contiguous() and not out.is_neg()
+    return fits and out.dtype == torch.float32 and out.device.type == "cpu"
 
 
 def _by_kernel(a: Tensor, b: Tensor, out: Tensor | None = None, adds: bool = False) -> Tensor:
@@ -58,7 +62,7 @@ def _by_kernel(a: Tensor, b: Tensor, out: Tensor | None = None, adds: bool = Fal
     if plan is None:
         return torch.mm(a, b)
     run, call, shape = plan
-    y = torch.empty(shape) if out is None else out
+    y = torch.empty(shape, dtype=torch.float32, device="cpu") if out is None else out
     run(ctypes.addressof(call), a.data_ptr(), b.data_ptr(), y.data_ptr())
     return y
 

@@ -50,18 +50,27 @@ def test_products_that_stay():
 
 
 def test_a_product_hides_a_message():
-    """A term that waits for a collective is not added to, but pending sums are, before they are reduced."""
-    mesh = Mesh(tp=2)
+    """A term that waits for a collective is not added to, but by a product behind another one; pending sums are, before they are
+    reduced."""
+    mesh, sharded = Mesh(tp=2), P(None, None, "tp")
 
-    def reduced(x, v, w):
-        return ops.constrain(product(x, v), P()) + product(x, w).sin()
+    def lowered(fn, *shapes):
+        graph = lower(trace(fn, tuple(shapes)), mesh, [sharded, P("tp"), *[P()] * (len(shapes) - 2)]).graph
+        add_products(graph)
+        return [node.target for node in graph.nodes if node.op == "call_function"]
+
+    def reduced(x, v, z, w):
+        return ops.constrain(product(x, v), P()) + product(z, w)
+
+    def reduced_and_read(x, v, z, w, u):
+        return ops.einsum(EQUATION, ops.constrain(product(x, v), P()), u) + product(z, w)
 
     def both_pending(x, v, w):
         return product(x, v) + product(x, w)
 
-    sharded = {"x": P(None, None, "tp"), "w": P("tp")}
-    assert joined(reduced, mesh, **sharded) == 0
-    assert joined(both_pending, mesh, **sharded) == 1
+    assert ADD not in (targets := lowered(reduced, X, W, X, W)) and targets.count(PRIMITIVES["einsum"].op) == 2
+    assert lowered(reduced_and_read, X, W, X, W, torch.empty(4, 4)).count(ADD) == 1
+    assert joined(both_pending, mesh, x=sharded, w=P("tp")) == 1
 
 
 def test_it_is_written_over_the_other_term():

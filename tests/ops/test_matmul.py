@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mpar.ops import _matmul
@@ -100,6 +101,15 @@ def test_parameters_and_traces(make_tensor):
     for fn in (product_into, add_product):
         traced = make_fx(fn, tracing_mode="fake")(torch.zeros(20, 48), a, b)
         assert torch.equal(traced(torch.zeros(20, 48), a, b), expected)
+
+
+def test_a_fake_result(make_tensor):
+    """It is not written to, but in a trace."""
+    a, b = make_tensor((20, 64)), make_tensor((64, 48))
+    with FakeTensorMode() as mode:
+        out = mode.from_tensor(torch.empty(20, 48))
+        assert matmul(mode.from_tensor(a), mode.from_tensor(b), out) is out
+        assert matmul(mode.from_tensor(a), mode.from_tensor(b), out, adds=True) is out
 
 
 def test_what_is_left_to_torch(monkeypatch, make_tensor):

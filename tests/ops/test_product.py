@@ -29,6 +29,30 @@ def test_products_are_those_of_torch(layout, other):
         assert_close(y, a.double() @ b.double(), name=f"{m} x {k} x {n}")
 
 
+def test_the_default_dtype_and_device_count_for_nothing():
+    """Products are float32 in the memory of the CPU, whatever tensors are by default, of many rows and of few."""
+    a, b = torch.randn(256, 64), torch.randn(64, 96)
+    for given in (a, a[:3]):
+        expected = product(given, b)
+        for dtype, device in ((torch.float64, "cpu"), (torch.bfloat16, "cpu"), (torch.float32, "meta")):
+            torch.set_default_dtype(dtype)
+            torch.set_default_device(device)
+            try:
+                found = product(given, b)
+            finally:
+                torch.set_default_dtype(torch.float32)
+                torch.set_default_device(None)
+            assert found.dtype == torch.float32 and torch.equal(found, expected)
+
+
+def test_views_with_the_other_sign():
+    """What torch negates when it is read."""
+    a, b = torch.randn(256, 64), torch.randn(64, 96)
+    for given in (a, a[:3]):
+        assert_close(product(torch._neg_view(given), b), -(given.double() @ b.double()))
+        assert_close(product(given, torch._neg_view(b)), -(given.double() @ b.double()))
+
+
 def test_a_row_does_not_depend_on_others():
     """The bits of a row are those that it has beside other rows."""
     a, b = torch.randn(128, 48), torch.randn(48, 96)

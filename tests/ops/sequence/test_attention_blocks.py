@@ -206,6 +206,19 @@ def test_what_a_window_hides_is_not_computed(window, most, work, make_tensor):
         assert 0 < kernel.masked <= blocks.ROWS**2
 
 
+def test_runs_of_queries_that_share_their_keys(make_tensor):
+    """Blocks with queries of their own, but not with keys of their own: gradients of the keys are sums."""
+    orders = torch.cat([torch.arange(200, 300), torch.arange(400, 500)]), torch.arange(100)
+    found = blocks.blocks_of(200, 100, blocks.Masks(*orders, None, None, True, None))
+    assert [(block.rows, block.keys) for block in found] == [(slice(0, 100), slice(0, 100)), (slice(100, 200), slice(0, 100))]
+    operands = [make_tensor((2, size, 2, 16), F64, requires_grad=True) for size in (200, 100, 100)]
+    out, _ = ops.attention(*operands, q_order=orders[0], k_order=orders[1])
+    expected, _ = formula(*operands, visible(*orders))
+    testing.assert_close(out, expected, name="out")
+    for a, e in zip(*(torch.autograd.grad(x.square().sum(), operands) for x in (out, expected)), strict=True):
+        testing.assert_close(a, e, name="gradient")
+
+
 def test_blocks_are_kept_by_what_masks_hold(monkeypatch):
     """Equal documents elsewhere in memory are cut once; others, or the same ones changed in place, are cut again."""
     cut, counted = blocks._cut_all, []
