@@ -10,6 +10,7 @@ namespace {
 
 constexpr int64_t SHORT = 1 << 15;                          // with fewer products, to start a second thread takes longer than the work
 constexpr int64_t CHUNK = 4;                                // vectors of a row that one thread computes
+constexpr int64_t TALL = (REGISTERS - 4) / 2;               // rows whose sums with 2 vectors stay in registers
 constexpr int64_t COLUMNS = 4;                              // that share what is loaded of a row
 constexpr int64_t AHEAD = 8;                                // rows between the one that is multiplied and the one that is fetched
 constexpr int64_t AHEAD_IN_COLUMN = 256;                    // the same in numbers of a column and the next, which lie one after the other
@@ -38,10 +39,13 @@ inline void multiply_rows(const Call& call, const float* x, const float* w, floa
 
 template <int64_t VECTORS>
 void multiply_all_rows(const Call& call, const float* x, const float* w, float* y) {
-  constexpr int64_t together = std::min<int64_t>(VECTORS, SUMS / 4);
-  const int64_t in_fours = call.rows / 4 * 4;
-  for (int64_t j = 0; j < VECTORS * WIDTH; j += together * WIDTH)  // a strip of w stays in the cache for the next rows
-    for (int64_t r = 0; r < in_fours; r += 4)
+  constexpr int64_t pair = std::min<int64_t>(VECTORS, 2), together = std::min<int64_t>(VECTORS, SUMS / 4);
+  const int64_t in_talls = call.rows / TALL * TALL, in_fours = in_talls + (call.rows - in_talls) / 4 * 4;
+  for (int64_t j = 0; j < VECTORS * WIDTH; j += pair * WIDTH)  // a strip of w stays in the cache for the next rows
+    for (int64_t r = 0; r < in_talls; r += TALL)
+      multiply_rows<pair, TALL>(call, x + r * call.x_row, w + j, y + r * call.y_row + j);
+  for (int64_t j = 0; j < VECTORS * WIDTH; j += together * WIDTH)
+    for (int64_t r = in_talls; r < in_fours; r += 4)
       multiply_rows<together, 4>(call, x + r * call.x_row, w + j, y + r * call.y_row + j);
   int64_t r = in_fours;
   for (; r + 2 <= call.rows; r += 2) multiply_rows<VECTORS, 2>(call, x + r * call.x_row, w, y + r * call.y_row);
