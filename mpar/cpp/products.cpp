@@ -91,7 +91,7 @@ void multiply_columns(const Call& call, const float* x, const T* w, int64_t coun
 
 template <typename T>
 void multiply_all_columns(const Call& call, const T* x, const T* w, T* y) {
-  constexpr int64_t together = SUMS / COLUMNS;
+  constexpr int64_t together = SUMS / COLUMNS, most = together * 3 / 2;
   std::vector<float> wide(call.rows * call.inner);
   for (int64_t r = 0; r < call.rows; ++r)
     for (int64_t i = 0; i < call.inner; i += PAIR) {
@@ -109,6 +109,8 @@ void multiply_all_columns(const Call& call, const T* x, const T* w, T* y) {
     for (int64_t c = start; c < std::min(start + distance, call.columns); ++c) {
       const int64_t count = std::min(COLUMNS, (call.columns - c + distance - 1) / distance);
       int64_t r = 0;
+      for (; r + most <= call.rows; r += most)
+        multiply_columns<most>(call, wide.data() + r * call.inner, w + c * call.w_step, count, distance, y + r * call.y_row + c);
       for (; r + together <= call.rows; r += together)
         multiply_columns<together>(call, wide.data() + r * call.inner, w + c * call.w_step, count, distance, y + r * call.y_row + c);
       for (; r < call.rows; ++r)
