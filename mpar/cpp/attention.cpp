@@ -42,8 +42,8 @@ inline void multiply_rows(int64_t inner, const float* a, int64_t a_row, int64_t 
     for (int j = 0; j < VECTORS; ++j) store(sums[r][j], c + r * c_row + j * WIDTH);
 }
 
-// What of a product is there where queries see only keys before them: all, what is not above the diagonal of the result, or the
-// numbers of a that are not above its diagonal, or not below it. No more is computed, but for the rest of some rows by vectors.
+// Which part of a product a tile on the diagonal of causal attention needs: all of it; the result without what is above its diagonal;
+// or all of a result whose `a` is zero above its diagonal, or below it. Little more than that part is computed.
 enum class Part { ALL, LOWER_RESULT, LOWER_A, UPPER_A };
 
 // The same for COUNT rows from the row r on, and columns from j on.

@@ -1,4 +1,4 @@
-// The product of two matrices of float32, for CPUs on which MKL does not take its fastest kernels.
+// The product of two matrices of float32, for CPUs on which it takes MKL longer.
 //
 // Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication", section 4: a strip of a few columns of b stays
 // in the first cache, a block of rows of a in the second, and a tile of the result in registers. Strips are copied, so that their

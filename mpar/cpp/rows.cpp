@@ -64,8 +64,8 @@ struct Rotation {
   int64_t batch, positions, heads, size, half, interleaved, x_batch, x_position, x_head, y_batch, y_position, y_head, table_batch;
 };
 
-// The log of a sum of exponentials that are all nothing or not all numbers: that of the largest logit, if all are numbers.
-inline float log_of_no_number(int64_t size, const float* x, float most) {
+// The log of the sum of exponentials of a row whose largest logit is infinite: NaN if one is NaN, otherwise that logit.
+inline float lse_of_infinite(int64_t size, const float* x, float most) {
   for (int64_t i = 0; i < size; ++i)
     if (std::isnan(x[i])) return x[i];
   return most;
@@ -86,7 +86,7 @@ extern "C" void softmax_statistics(const Logits* given, const float* x, const in
     const float* from = x + row * all.x_row;
     const float most = largest_of_row(all.columns, from), log_sum = std::log(sum_of_exponentials(all.columns, from, most));
     logits[row] = from[labels[row]];
-    lse[row] = std::isinf(most) ? log_of_no_number(all.columns, from, most) : most + log_sum;
+    lse[row] = std::isinf(most) ? lse_of_infinite(all.columns, from, most) : most + log_sum;
     logp[row] = logits[row] - most - log_sum;  // a label that is almost certain loses no digits to the size of its logit
   }
 }
