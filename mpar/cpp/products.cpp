@@ -52,7 +52,7 @@ void multiply_all_rows(const Call& call, const float* x, const float* w, float* 
   if (r < call.rows) multiply_rows<VECTORS, 1>(call, x + r * call.x_row, w, y + r * call.y_row);
 }
 
-// The even and the odd ones of a pair of vectors.
+// The even and the odd ones of a pair of vectors of bfloat16, the first and the second vector of float32.
 inline void load_pair(const BFloat16* x, Lanes* even, Lanes* odd) {
   WideBits bits;
   std::memcpy(&bits, x, sizeof bits);
@@ -65,40 +65,98 @@ inline void load_pair(const float* x, Lanes* first, Lanes* second) {
   *second = in_register(load(x + WIDTH));
 }
 
-// `count` columns, each `distance` behind the one before. Rows are float32 here, in pairs of vectors as `load_pair` makes them.
-template <int64_t ROWS, typename T>
-void multiply_columns(const Call& call, const float* x, const T* w, int64_t count, int64_t distance, T* y) {
-  const int64_t step = distance * call.w_step;
-  Lanes sums[ROWS][COLUMNS] = {};
-  for (int64_t i = 0; i < call.inner; i += PAIR) {
-    for (int64_t c = 0; c < COLUMNS; ++c) __builtin_prefetch(w + c * step + i + AHEAD_IN_COLUMN);
-    for (int64_t c = 0; c < COLUMNS; ++c) {
-      Lanes even, odd;
-      load_pair(w + (c < count ? c : 0) * step + i, &even, &odd);
-      for (int64_t r = 0; r < ROWS; ++r) {
-        sums[r][c] += load(x + r * call.inner + i) * even;
-        sums[r][c] += load(x + r * call.inner + i + WIDTH) * odd;
-      }
+// A pair of vectors, of which so many numbers are those of x.
+template <typename T>
+inline void with_zeros(const T* x, int64_t count, T* pair) {
+  std::memset(pair, 0, PAIR * sizeof(T));
+  std::memcpy(pair, x, count * sizeof(T));
+}
+
+template <int64_t ROWS>
+using Sums = Lanes[ROWS][COLUMNS];
+
+// Adds the products of a pair of vectors of each row, float32 in the order of `load_pair`, and of columns at `places`. Both vectors
+// of bfloat16 come of one load, so that x is read again for each column; float32 is read once, in turn.
+template <int64_t ROWS>
+inline void add_pair(const Call& call, const float* x, const BFloat16* w, const int64_t* places, Sums<ROWS>& sums) {
+  for (int64_t c = 0; c < COLUMNS; ++c) {
+    Lanes even, odd;
+    load_pair(w + places[c], &even, &odd);
+    for (int64_t r = 0; r < ROWS; ++r) {
+      sums[r][c] = fused(load(x + r * call.x_row), even, sums[r][c]);
+      sums[r][c] = fused(load(x + r * call.x_row + WIDTH), odd, sums[r][c]);
     }
   }
-  for (int64_t r = 0; r < ROWS; ++r)
+}
+
+template <int64_t ROWS>
+inline void add_pair(const Call& call, const float* x, const float* w, const int64_t* places, Sums<ROWS>& sums) {
+  for (int64_t half = 0; half < PAIR; half += WIDTH) {
+    Lanes given[ROWS];
+    for (int64_t r = 0; r < ROWS; ++r) given[r] = in_register(load(x + r * call.x_row + half));
+    for (int64_t c = 0; c < COLUMNS; ++c) {
+      const Lanes part = in_register(load(w + places[c] + half));
+      for (int64_t r = 0; r < ROWS; ++r) sums[r][c] = fused(given[r], part, sums[r][c]);
+    }
+  }
+}
+
+// `count` columns, each `distance` behind the one before. Rows are float32 here, in pairs of vectors as `load_pair` makes them. ENDS:
+// that the last numbers of a column are no pair; with a branch in its place, fewer sums are kept in registers.
+template <int64_t ROWS, bool ENDS, typename T>
+void multiply_columns(const Call& call, const float* x, const T* w, int64_t count, int64_t distance, T* y) {
+  Sums<ROWS> sums = {};
+  int64_t places[COLUMNS];
+  for (int64_t c = 0; c < COLUMNS; ++c) places[c] = (c < count ? c : 0) * distance * call.w_step;
+  const int64_t in_pairs = call.inner / PAIR * PAIR;
+  for (int64_t i = 0; i < in_pairs; i += PAIR) {
+    for (int64_t c = 0; c < COLUMNS; ++c) __builtin_prefetch(w + places[c] + i + AHEAD_IN_COLUMN);
+    add_pair<ROWS>(call, x + i, w + i, places, sums);
+  }
+  if constexpr (ENDS) {
+    T ends[COLUMNS * PAIR];
+    int64_t end_places[COLUMNS];
+    for (int64_t c = 0; c < COLUMNS; ++c) {
+      end_places[c] = c * PAIR;
+      with_zeros(w + places[c] + in_pairs, call.inner - in_pairs, ends + end_places[c]);
+    }
+    add_pair<ROWS>(call, x + in_pairs, ends, end_places, sums);
+  }
+  for (int64_t r = 0; r < ROWS; ++r) {
+    const Four four = sums_of(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
     for (int64_t c = 0; c < count; ++c) {
       T rounded[WIDTH];
-      store(Lanes{} + sum_of(sums[r][c]), rounded);
+      store(Lanes{} + four[c], rounded);
       y[r * call.y_row + c * distance] = rounded[0];
     }
+  }
+}
+
+// All rows, ROWS at a time, and fewer at the end.
+template <int64_t ROWS, typename T>
+void multiply_rows_of_columns(Call call, const float* x, const T* w, int64_t count, int64_t distance, T* y) {
+  for (; call.rows >= ROWS; call.rows -= ROWS, x += ROWS * call.x_row, y += ROWS * call.y_row)
+    if (call.inner % PAIR == 0)
+      multiply_columns<ROWS, false>(call, x, w, count, distance, y);
+    else
+      multiply_columns<ROWS, true>(call, x, w, count, distance, y);
+  if constexpr (ROWS > 1) multiply_rows_of_columns<ROWS - 1>(call, x, w, count, distance, y);
 }
 
 template <typename T>
 void multiply_all_columns(const Call& call, const T* x, const T* w, T* y) {
-  constexpr int64_t together = SUMS / COLUMNS, most = together * 3 / 2;
-  std::vector<float> wide(call.rows * call.inner);
+  constexpr int64_t most = (REGISTERS - 1) / (COLUMNS + 1);  // their sums and vectors of x, and one of w, stay in registers
+  Call inside = call;
+  inside.x_row = (call.inner + PAIR - 1) / PAIR * PAIR;
+  std::vector<float> wide(call.rows * inside.x_row);
   for (int64_t r = 0; r < call.rows; ++r)
     for (int64_t i = 0; i < call.inner; i += PAIR) {
+      T pair[PAIR];
+      with_zeros(x + r * call.x_row + i, std::min(PAIR, call.inner - i), pair);
       Lanes first, second;
-      load_pair(x + r * call.x_row + i, &first, &second);
-      store(first, wide.data() + r * call.inner + i);
-      store(second, wide.data() + r * call.inner + i + WIDTH);
+      load_pair(pair, &first, &second);
+      store(first, wide.data() + r * inside.x_row + i);
+      store(second, wide.data() + r * inside.x_row + i + WIDTH);
     }
   // Columns that are computed together are far apart, as memory gives several streams of a thread faster than one.
   const int64_t threads = call.rows * call.inner * call.columns > SHORT ? omp_get_max_threads() : 1;
@@ -108,20 +166,14 @@ void multiply_all_columns(const Call& call, const T* x, const T* w, T* y) {
     const int64_t start = t * COLUMNS * distance;
     for (int64_t c = start; c < std::min(start + distance, call.columns); ++c) {
       const int64_t count = std::min(COLUMNS, (call.columns - c + distance - 1) / distance);
-      int64_t r = 0;
-      for (; r + most <= call.rows; r += most)
-        multiply_columns<most>(call, wide.data() + r * call.inner, w + c * call.w_step, count, distance, y + r * call.y_row + c);
-      for (; r + together <= call.rows; r += together)
-        multiply_columns<together>(call, wide.data() + r * call.inner, w + c * call.w_step, count, distance, y + r * call.y_row + c);
-      for (; r < call.rows; ++r)
-        multiply_columns<1>(call, wide.data() + r * call.inner, w + c * call.w_step, count, distance, y + r * call.y_row + c);
+      multiply_rows_of_columns<most>(inside, wide.data(), w + c * call.w_step, count, distance, y + c);
     }
   }
 }
 
 }  // namespace
 
-// Of a matrix whose columns lie one after the other. `inner` is a multiple of the numbers of a pair.
+// Of a matrix whose columns lie one after the other.
 extern "C" void by_columns_bfloat16(const Call* call, const BFloat16* x, const BFloat16* w, BFloat16* y) {
   multiply_all_columns(*call, x, w, y);
 }

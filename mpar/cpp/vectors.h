@@ -23,6 +23,7 @@ constexpr int64_t WIDTH = 8, REGISTERS = 16;
 
 // Vectors of GCC and Clang.
 typedef float Lanes __attribute__((vector_size(4 * WIDTH)));
+typedef float Four __attribute__((vector_size(16)));
 typedef uint32_t WideBits __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t NarrowBits __attribute__((vector_size(2 * WIDTH)));
 
@@ -49,11 +50,19 @@ inline Lanes in_register(Lanes x) {
 }
 
 // a x + y, rounded once. Of `a * x + y` a compiler makes this or two roundings, as it finds faster where it stands.
+inline Lanes fused(Lanes a, Lanes x, Lanes y) {
+#ifdef __AVX512F__
+  return _mm512_fmadd_ps(a, x, y);
+#else
+  return _mm256_fmadd_ps(a, x, y);
+#endif
+}
+
 inline Lanes fused(float a, Lanes x, Lanes y) {
 #ifdef __AVX512F__
-  return _mm512_fmadd_ps(_mm512_set1_ps(a), x, y);
+  return fused(_mm512_set1_ps(a), x, y);
 #else
-  return _mm256_fmadd_ps(_mm256_set1_ps(a), x, y);
+  return fused(_mm256_set1_ps(a), x, y);
 #endif
 }
 
@@ -89,6 +98,17 @@ inline float reduced(Vector x, Fn fn) {
 
 inline float sum_of(Lanes x) {
   return reduced(x, [](auto a, auto b) { return a + b; });
+}
+
+// The sums of four vectors, with a third of the steps that one after the other takes.
+inline Four sums_of(Lanes a, Lanes b, Lanes c, Lanes d) {
+#ifdef __AVX512F__
+  const auto halves = [](__m512 x) { return _mm512_castps512_ps256(x) + _mm256_castsi256_ps(_mm512_extracti64x4_epi64(_mm512_castps_si512(x), 1)); };
+  const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(halves(a), halves(b)), _mm256_hadd_ps(halves(c), halves(d)));
+#else
+  const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+#endif
+  return _mm256_castps256_ps128(all) + _mm256_extractf128_ps(all, 1);
 }
 
 inline float largest_of(Lanes x) {

@@ -1,7 +1,7 @@
 """Packed parameters: on a CPU the matrices of a model lie in memory as the products of a step read them.
 
-What is in bfloat16 lies column by column where C++ multiplies a few rows with it, else in blocks of oneDNN. Matrices that are
-multiplied with the same features lie side by side, as one, if they stay.
+They lie column by column where C++ multiplies a few rows with them, else those of bfloat16 in blocks of oneDNN. Matrices that are
+multiplied with the same features lie side by side, as one; where no copy is made for other reasons, only if they stay.
 """
 
 import functools

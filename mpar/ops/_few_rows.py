@@ -1,7 +1,7 @@
 """Few rows: the product of a few rows with a matrix on a CPU, which mpar's C++ reads once (mpar/cpp/products.cpp).
 
-A matrix of float32 is read as it lies. One of bfloat16 has to lie column by column: the faster way if reading it from memory is
-what takes time.
+A matrix is read fastest if it lies column by column: a thread then reads a few streams from memory. One of float32 is also read
+row by row.
 """
 
 import ctypes
@@ -13,21 +13,21 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mpar.cpp import cpp_function, cpp_structure
+from mpar.ops._matmul import matmul_is_faster
 from mpar.torch_private import OpOverload, onednn_has_bfloat16
 
 __all__ = ["FEW_ROWS_OPS", "few_rows", "few_rows_read_columns"]
 
-_MOST_ROWS = {"by_rows_float32": 16, "by_columns_float32": 8, "by_columns_bfloat16": 8 if onednn_has_bfloat16() else 32}
-"""By kernel; more rows are faster in tiles of oneDNN or MKL, for which bfloat16 has to be widened on some CPUs."""
 _UNIT = 32
-"""What is beside each other in memory, columns or rows, is a multiple of this."""
+"""The number of columns is a multiple of this, if the matrix is read row by row."""
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _PLAIN = (Tensor, Parameter)
 _Call = cpp_structure("_Call", ["rows", "inner", "columns", "x_row", "w_step", "y_row"], [])
 
 
 def few_rows_read_columns(dtype: torch.dtype) -> bool:
     """Whether a matrix of this dtype is multiplied much faster with few rows if its columns lie one after the other."""
-    return dtype == torch.bfloat16 and cpp_function("products", "by_columns_bfloat16", 4) is not None
+    return dtype in _NAMES and cpp_function("products", f"by_columns_{_NAMES[dtype]}", 4) is not None
 
 
 def few_rows(a: Tensor, b: Tensor) -> Tensor | None:
@@ -63,15 +63,24 @@ def _plan(
 ) -> tuple[Callable[..., None], ctypes.Structure, tuple[int, int]] | None:
     """The kernel for such operands, the structure that it reads, and the shape of the product; None if there is no kernel."""
     (rows, inner), (summed, columns) = shape_a, shape_b
-    if dtype_a != dtype_b or dtype_a not in (torch.float32, torch.bfloat16):
+    if dtype_a != dtype_b or dtype_a not in _NAMES:
         return None
     steps, size, way = (stride_b, inner, "columns") if stride_b[0] == 1 else (stride_b[::-1], columns, "rows")
-    name = f"by_{way}_{'float32' if dtype_a == torch.float32 else 'bfloat16'}"
-    fits = 0 < rows <= _MOST_ROWS.get(name, 0) and inner == summed > 0 < columns and size % _UNIT == 0
+    fits = 0 < rows <= _most_rows(way, dtype_a) and inner == summed > 0 < columns
+    fits &= way == "columns" or columns % _UNIT == 0
     if not fits or stride_a[1] != 1 or steps[0] != 1 or steps[1] < size:
         return None
-    run = cpp_function("products", name, 4)
+    run = cpp_function("products", f"by_{way}_{_NAMES[dtype_a]}", 4)
     return None if run is None else (run, _Call(rows, inner, columns, stride_a[0], steps[1], columns), (rows, columns))
+
+
+@functools.cache
+def _most_rows(way: str, dtype: torch.dtype) -> int:
+    """Beyond so many rows, tiles are faster, in which a part of the matrix is copied: those of mpar's own product, of oneDNN or MKL.
+    On some CPUs MKL's are slow, and bfloat16 would have to be widened."""
+    if dtype == torch.bfloat16:
+        return 0 if way == "rows" else 8 if onednn_has_bfloat16() else 127
+    return 127 if way == "columns" and matmul_is_faster() else 16
 
 
 _OPS = torch.library.Library("mpar_rows", "DEF")

@@ -228,7 +228,7 @@ def _compile(run: Code, operands: Sequence[Tensor], comm: Comm, neighbours: Neig
 def _by_inductor(graph: fx.GraphModule, operands: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
     """A graph compiled for such operands. In the graph mpar's ops are names, so torch's cache is told what they are here."""
     functions = [_FUNCTIONS[node.target] for node in graph.graph.nodes if node.target in _FUNCTIONS]
-    products = few_rows_read_columns(torch.bfloat16), onednn_has_bfloat16(), onednn_is_faster(), matmul_is_faster()
+    products = few_rows_read_columns(torch.float32), onednn_has_bfloat16(), onednn_is_faster(), matmul_is_faster()
     facts: list[object] = [code_facts(["torch"]), products]
     if not all(f"{getattr(function, '__module__', '')}.".startswith("mpar.") for function in functions):
         facts.append(_PROCESS)

@@ -182,12 +182,13 @@ def test_steps_read_packed_matrices_only_by_products(variant, monkeypatch):
     assert [chosen.token for chosen in _answers(runner, PROMPTS[:1], 4)[0]] == fresh
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("variant", ["deepseek_v3", "gpt2", "mamba2", "mixtral", "qwen2"])
-def test_matrices_of_bfloat16_lie_by_columns(variant):
+def test_matrices_lie_by_columns(variant, dtype):
     """Where there are kernels in C++: the first ones and those that come later, as plain tensors with the same values."""
-    if not few_rows_read_columns(torch.bfloat16):
-        return  # this machine packs them: see above
-    model = _model(variant).with_dtype(torch.bfloat16)
+    if not few_rows_read_columns(dtype):
+        return  # this machine packs those of bfloat16: see above
+    model = _model(variant).with_dtype(dtype)
     runner = ProgramRunner(model, model.init(0), SIZES)
     others = {path: leaf for path, leaf in tree.leaves_with_path(dataclasses.replace(model.init(1), mtp=None))}
     fresh = [chosen.token for chosen in _answers(ProgramRunner(model, model.init(1), SIZES), PROMPTS[:1], 4)[0]]
