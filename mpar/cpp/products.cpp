@@ -75,8 +75,8 @@ inline void with_zeros(const T* x, int64_t count, T* pair) {
 template <int64_t ROWS>
 using Sums = Lanes[ROWS][COLUMNS];
 
-// Adds the products of a pair of vectors of each row, float32 in the order of `load_pair`, and of columns at `places`. Both vectors
-// of bfloat16 come of one load, so that x is read again for each column; float32 is read once, in turn.
+// Adds the products of a pair of vectors of each row, float32 in the order of `load_pair`, and of columns at `places`. Both
+// vectors of bfloat16 come of one load, so that x is read again for each column; float32 is read once, in turn.
 template <int64_t ROWS>
 inline void add_pair(const Call& call, const float* x, const BFloat16* w, const int64_t* places, Sums<ROWS>& sums) {
   for (int64_t c = 0; c < COLUMNS; ++c) {
@@ -101,8 +101,8 @@ inline void add_pair(const Call& call, const float* x, const float* w, const int
   }
 }
 
-// `count` columns, each `distance` behind the one before. Rows are float32 here, in pairs of vectors as `load_pair` makes them. ENDS:
-// that the last numbers of a column are no pair; with a branch in its place, fewer sums are kept in registers.
+// `count` columns, each `distance` behind the one before. Rows are float32 here, in pairs of vectors as `load_pair` makes them.
+// ENDS: that the last numbers of a column are no pair; with a branch in its place, fewer sums are kept in registers.
 template <int64_t ROWS, bool ENDS, typename T>
 void multiply_columns(const Call& call, const float* x, const T* w, int64_t count, int64_t distance, T* y) {
   Sums<ROWS> sums = {};

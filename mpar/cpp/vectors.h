@@ -103,7 +103,10 @@ inline float sum_of(Lanes x) {
 // The sums of four vectors, with a third of the steps that one after the other takes.
 inline Four sums_of(Lanes a, Lanes b, Lanes c, Lanes d) {
 #ifdef __AVX512F__
-  const auto halves = [](__m512 x) { return _mm512_castps512_ps256(x) + _mm256_castsi256_ps(_mm512_extracti64x4_epi64(_mm512_castps_si512(x), 1)); };
+  const auto halves = [](__m512 x) {
+    const __m512i bits = _mm512_castps_si512(x);
+    return _mm256_castsi256_ps(_mm512_castsi512_si256(bits)) + _mm256_castsi256_ps(_mm512_extracti64x4_epi64(bits, 1));
+  };
   const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(halves(a), halves(b)), _mm256_hadd_ps(halves(c), halves(d)));
 #else
   const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
