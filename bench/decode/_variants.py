@@ -1,4 +1,4 @@
-"""The variants: mpar's engine and transformers' generate with its kinds of caches, each plain and compiled by Inductor."""
+"""The variants: mpar, transformers with its kinds of caches, each plain and compiled by Inductor, and llama.cpp."""
 
 import functools
 import tempfile
@@ -9,32 +9,44 @@ import torch
 import transformers
 
 from bench.decode._case import Shape, Workload
+from bench.decode._llama_cpp import LlamaCpp
 from mpar import models, tree
 from mpar.infer import Engine, Sampling, Sizes
 from mpar.infer.compile import ProgramRunner
 
-__all__ = ["OURS", "VARIANTS", "Answer", "Variants"]
+__all__ = ["CEILING", "OURS", "VARIANTS", "Answer", "Variants"]
 
 Answer = Callable[[Workload], list[list[int]]]
 """`answer(workload)` gives the tokens of the answers, greedily chosen."""
 OURS = {"mpar": "eager", "mpar_inductor": "inductor"}
 """The variants of mpar, and how they execute programs."""
 VARIANTS = (*OURS, "hf_dynamic", "hf_static", "hf_dynamic_compiled", "hf_static_compiled")
+CEILING = "llama_cpp"
+"""A program that is made for inference on CPUs alone. No bar is relative to it; its cache is in float16."""
 
 
 class Variants:
-    """All variants of one shape, from the same weights. `weight_bytes`: of the weights that a step reads whole."""
+    """All variants of one shape, from the same weights. `weight_bytes`: of the weights that a step reads whole.
 
-    def __init__(self, shape: Shape, names: Sequence[str]) -> None:
+    llama_cpp: the folder in which node-llama-cpp is installed, for the variant CEILING.
+    """
+
+    def __init__(self, shape: Shape, names: Sequence[str], llama_cpp: Path | None = None) -> None:
         self.model = models.build(str(shape.config["model_type"]), shape.config).with_dtype(shape.dtype)
         params = self.model.init(0)
         tied = bool(shape.config["tie_word_embeddings"])
         embedding = 0 if tied else params.embed.table_VD.nbytes
         self.weight_bytes = sum(leaf.nbytes for leaf in tree.leaves(params)) - embedding
-        self.answers: Mapping[str, Answer] = {
-            name: self._ours(params, shape, OURS[name]) if name in OURS else _peer(self.model, params, shape, name)
-            for name in names
-        }
+        self.answers: Mapping[str, Answer] = {name: self._answer(name, params, shape, llama_cpp) for name in names}
+
+    def _answer(self, name: str, params: models.DecoderParams, shape: Shape, llama_cpp: Path | None) -> Answer:
+        if name in OURS:
+            return self._ours(params, shape, OURS[name])
+        if name != CEILING:
+            return _peer(self.model, _in_transformers(self.model, params, shape), name)
+        assert llama_cpp is not None
+        ceiling = LlamaCpp(_in_transformers(self.model, params, shape), shape, llama_cpp)
+        return lambda workload: ceiling(workload, self.model.vocab_size)
 
     def _ours(self, params: models.DecoderParams, shape: Shape, execution: str) -> Answer:
         @functools.cache
@@ -58,10 +70,13 @@ class Variants:
         return answer
 
 
-def _peer(model: models.Model, params: models.DecoderParams, shape: Shape, name: str) -> Answer:
+def _in_transformers(model: models.Model, params: models.DecoderParams, shape: Shape) -> transformers.PreTrainedModel:
     with tempfile.TemporaryDirectory() as folder:
         models.to_hf(model, params, Path(folder) / "model")
-        peer = transformers.AutoModelForCausalLM.from_pretrained(Path(folder) / "model", dtype=shape.dtype).eval()
+        return transformers.AutoModelForCausalLM.from_pretrained(Path(folder) / "model", dtype=shape.dtype).eval()
+
+
+def _peer(model: models.Model, peer: transformers.PreTrainedModel, name: str) -> Answer:
     peer.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
     options: dict[str, object] = {"cache_implementation": "static"} if "static" in name else {}
     if name.endswith("compiled"):

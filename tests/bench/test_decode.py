@@ -1,7 +1,9 @@
 """The benchmark of inference: every variant answers, ratios and bars stand on the lines that they belong to."""
 
 import pytest
+import torch
 
+from bench.decode import _llama_cpp
 from bench.decode._case import SHAPES, WORKLOADS, Workload
 from bench.decode._run import measure, table
 
@@ -41,3 +43,18 @@ def test_lengths_of_answers():
         lengths = WORKLOADS[name]["many"].answers
         assert len(lengths) == 16 and max(lengths) > 3 * sum(lengths) / 16
         assert max(lengths) + WORKLOADS[name]["many"].prompt < shape.length
+
+
+def test_llama_cpp_is_told_where_it_is(tmp_path):
+    """A folder without it is refused with what to do."""
+    with pytest.raises(FileNotFoundError, match="npm install node-llama-cpp"):
+        measure("tiny", SHAPES["tiny"].shrunk(), {}, ["llama_cpp"], 1, llama_cpp=tmp_path)
+
+
+def test_queries_of_llama_cpp_lie_in_pairs():
+    """What RoPE rotates together, the first and the second half of a head, alternates; other matrices stay as they are."""
+    config = type("Config", (), {"num_attention_heads": 2, "num_key_value_heads": 1})
+    x = torch.arange(8.0)[:, None]
+    assert _llama_cpp._in_pairs(x, "model.layers.0.self_attn.q_proj.weight", config)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert _llama_cpp._in_pairs(x, "model.layers.0.self_attn.k_proj.weight", config)[:, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert _llama_cpp._in_pairs(x, "model.layers.0.self_attn.v_proj.weight", config) is x
