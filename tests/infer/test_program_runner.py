@@ -13,12 +13,13 @@ from mpar.chain import is_axes
 from mpar.errors import ConfigError
 from mpar.infer import Chosen, Engine, Sampling, Sizes, _packed_params
 from mpar.infer.compile import ProgramRunner, divisible_pages
-from mpar.ops import PackedMatrix, few_rows_read_columns
+from mpar.ops import PackedMatrix
 from mpar.strategy import preset
 from mpar.testing import assert_close
 from mpar.torch_private import onednn_packs
 from tests.infer.runner_worker import MESHES, found_on
 from tests.infer.simulated_runner import SimulatedRunner
+from tests.kernels_in_cpp import needs_kernels
 from tests.models.variants import KINDS, VARIANTS
 from tests.processes import torchrun
 
@@ -182,12 +183,11 @@ def test_steps_read_packed_matrices_only_by_products(variant, monkeypatch):
     assert [chosen.token for chosen in _answers(runner, PROMPTS[:1], 4)[0]] == fresh
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("variant", ["deepseek_v3", "gpt2", "mamba2", "mixtral", "qwen2"])
 def test_matrices_lie_by_columns(variant, dtype):
-    """Where there are kernels in C++: the first ones and those that come later, as plain tensors with the same values."""
-    if not few_rows_read_columns(dtype):
-        return  # this machine packs those of bfloat16: see above
+    """The first ones and those that come later, as plain tensors with the same values."""
     model = _model(variant).with_dtype(dtype)
     runner = ProgramRunner(model, model.init(0), SIZES)
     others = {path: leaf for path, leaf in tree.leaves_with_path(dataclasses.replace(model.init(1), mtp=None))}

@@ -6,7 +6,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mpar import ops
 from mpar.ops import lay_by_columns, lay_side_by_side, lie_side_by_side
-from mpar.ops._few_rows import few_rows
+from mpar.ops._few_rows import _most_rows, few_rows
+from mpar.ops._matmul import matmul_is_faster
 from mpar.testing import assert_close
 from tests.kernels_in_cpp import needs_kernels
 
@@ -15,10 +16,11 @@ pytestmark = needs_kernels
 
 @pytest.mark.parametrize("columns", [1, 3, 4, 77])
 @pytest.mark.parametrize("inner", [1, 15, 32, 100, 896])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, "most"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_equals_the_product_column_by_column(dtype, rows, inner, columns, make_tensor):
-    """In float64, of operands that are parts of wider ones."""
+    """In float64, of operands that are parts of wider ones, up to the most rows that there are."""
+    rows = _most_rows("columns", dtype) if rows == "most" else rows
     a = make_tensor((rows, inner + 32), dtype)[:, :inner]
     b = make_tensor((columns, inner + 32), dtype)[:, :inner].T
     y = few_rows(a, b)
@@ -41,16 +43,27 @@ def test_equals_the_product_row_by_row(rows, inner, columns, make_tensor):
 @pytest.mark.parametrize(("dtype", "lies"), [(torch.bfloat16, "columns"), (torch.float32, "columns"), (torch.float32, "rows")])
 def test_a_row_alone_has_the_same_bits(dtype, lies, inner, make_tensor):
     """Whichever others there are, and with one thread."""
-    a, b = make_tensor((7, inner), dtype), make_tensor((96, inner), dtype).T
+    rows = _most_rows(lies, dtype)
+    a, b = make_tensor((rows, inner), dtype), make_tensor((96, inner), dtype).T
     b = b if lies == "columns" else b.contiguous()
     together = few_rows(a, b)
-    assert all(torch.equal(few_rows(a[i : i + 1], b)[0], together[i]) for i in range(7))
+    for count in (1, 3, 7):
+        assert torch.equal(torch.cat([few_rows(part, b) for part in a.split(count)]), together)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         assert torch.equal(few_rows(a, b), together)
     finally:
         torch.set_num_threads(num_threads)
+
+
+def test_how_many_rows_are_few(make_tensor):
+    """16 of float32; by columns as many as mpar's own product for many rows leaves, where there is one."""
+    b = make_tensor((64, 96))
+    assert few_rows(make_tensor((16, 64)), b) is not None and few_rows(make_tensor((17, 64)), b) is None
+    most = 127 if matmul_is_faster() else 16
+    by_columns = b.T.contiguous().T
+    assert few_rows(make_tensor((most, 64)), by_columns) is not None and few_rows(make_tensor((most + 1, 64)), by_columns) is None
 
 
 def test_parameters_and_traces(make_tensor):
