@@ -76,8 +76,8 @@ def _plan(
 
 @functools.cache
 def _most_rows(way: str, dtype: torch.dtype) -> int:
-    """Beyond so many rows, products that copy the matrix by parts are faster: mpar's own for many rows, oneDNN's or MKL's. Those of
-    MKL are slow on some CPUs, and bfloat16 would have to be widened."""
+    """Beyond so many rows, products that copy the matrix by parts are faster: mpar's own, or those of oneDNN or MKL. On some CPUs
+    MKL is slow, and bfloat16 would have to be widened."""
     if dtype == torch.bfloat16:
         return 0 if way == "rows" else 8 if onednn_has_bfloat16() else 127
     return 127 if way == "columns" and matmul_is_faster() else 16
