@@ -100,13 +100,22 @@ def measure(keys: Sequence[str], num_clients: int, duration_s: float, num_compar
                 unlike = sum(asyncio.run(answer_alone(found[0], asked)) != asked.tokens for asked in compared)
             finally:
                 memory.ended.set()
-                server.send_signal(signal.SIGTERM)
-                server.wait(timeout=60)
+                _stop(server)
         for asked in load.asked:
             if asked.failure:
                 print(asked.failure[:200], file=sys.stderr)
         figures = summarise(load, memory.growth_mb(), len(compared), unlike, wall_s)
         return {**figures, "wall_s": round(wall_s, 1), "busy_cores": round(busy_cores, 2)}
+
+
+def _stop(server: subprocess.Popen[str]) -> None:
+    """Ask a server to end; one that does not is killed, and it is an error."""
+    server.send_signal(signal.SIGTERM)
+    try:
+        server.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        raise
 
 
 def main() -> int:

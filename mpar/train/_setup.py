@@ -17,7 +17,7 @@ from mpar.kernels import Kernels, kernels_for
 from mpar.mesh import Mesh
 from mpar.models import DRAW, QUANTISATION, ModelOptions, Trainable
 from mpar.optim import SGD, SOAP, AdamW, Lion, Muon, Optimizer, check_optimizer
-from mpar.program import Hardware
+from mpar.program import Hardware, check_inductor
 from mpar.rollouts import RewardSpec, RolloutPlan, TokenAdvantages
 from mpar.strategy import Strategy, preset
 from mpar.tasks import BY_ANSWER, Ppo, TaskChain
@@ -381,6 +381,8 @@ def check_device(config: TrainConfig) -> None:
             f"cannot train with execution=cuda_graph on device={config.device} and {make_mesh(config.mesh)}: a step is recorded "
             "on one GPU. Use execution=eager or inductor, or device=cuda mesh=one."
         )
+    if config.execution == "inductor":
+        check_inductor(config.device)
     if config.device != "cuda":
         return
     local = int(os.environ.get("LOCAL_WORLD_SIZE", make_mesh(config.mesh).size))  # torchrun sets it on every node

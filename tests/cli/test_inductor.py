@@ -114,6 +114,15 @@ def test_no_compiler_is_said_before_weights_are_read(capsys, folder, tmp_path):
     assert re.search(r"there is no C\+\+ compiler.*Install g\+\+.*execution='eager'", capsys.readouterr().err)
 
 
+def test_no_compiler_is_said_before_data_are_read(capsys, tmp_path):
+    """What is wrong with a row of them is found later."""
+    (tmp_path / "bad.jsonl").write_text("no json\n")
+    keys = [f"run_dir={tmp_path / 'run'}", "data=jsonl", f"data.sources=[{tmp_path / 'bad.jsonl'}]", "progress=false"]
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert main(["train", *keys, "execution=inductor"]) == 2
+    assert re.search(r"there is no C\+\+ compiler.*Install g\+\+", capsys.readouterr().err)
+
+
 def test_what_the_compiler_says_is_shown(monkeypatch):
     """Its last lines, in place of a traceback of torch; other errors of Inductor are bugs."""
     errors = [CppCompileError(["g++", "-O3"], "cc1plus: 1\nfatal error: Python.h: No such file"), RuntimeError("a bug")]
