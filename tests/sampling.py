@@ -1,13 +1,14 @@
-"""Which cases of the parametrised tests the quick and the wide tier keep: a pure function of the cases and a seed."""
+"""Which tests the quick, the broad and the wide tier keep: a pure function of the tests, what they take, and a seed."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-__all__ = ["CASES", "EVERY_CASE", "WIDE", "Case", "sample"]
+__all__ = ["BUDGET_S", "CASES", "EVERY_CASE", "WIDE", "Case", "quick_sample", "sample"]
 
-CASES = 2  # how many cases of a function the quick tier keeps, unless the function's mark says another number
+BUDGET_S = 300.0  # of work on a slow core, which the quick tier spends on functions that take long
+CASES = 2  # how many cases of a function the broad tier keeps, unless the function's mark says another number
 WIDE = 2  # how many times as many the wide tier keeps
 EVERY_CASE = 10**6  # for the mark of functions whose cases take milliseconds: every tier runs them all
 
@@ -17,7 +18,7 @@ class Case:
     """One collected test.
 
     `module` and `function` say where it stands; `values` says, for each parameter, which of its values this case takes. `most` is
-    the number of cases of its function that the quick tier keeps; 0 leaves this case to the full tier.
+    the number of cases of its function that the broad tier keeps; 0 leaves this case to the full tier.
     """
 
     module: str
@@ -28,7 +29,7 @@ class Case:
 
 
 def sample(cases: Sequence[Case], seed: int, *, wide: bool = False) -> list[bool]:
-    """Whether the quick tier keeps each of `cases`; or the wide tier, which also has CASES of those left to the full tier.
+    """Whether the broad tier keeps each of `cases`; or the wide tier, which also has CASES of those left to the full tier.
 
     Of every function it keeps as many cases as the function allows, and prefers those that bring in values of parameters that no
     kept case has. Among equals the seed decides by a case's module and label alone, so functions of one module that have the same
@@ -38,11 +39,27 @@ def sample(cases: Sequence[Case], seed: int, *, wide: bool = False) -> list[bool
     order = sorted(range(len(cases)), key=lambda i: (cases[i].module, cases[i].function))
     for _, group in groupby(order, key=lambda i: (cases[i].module, cases[i].function)):
         ranked = sorted(group, key=lambda i: _rank(cases[i], seed))
-        quick = [i for i in ranked if cases[i].most > 0]
-        most = min((cases[i].most for i in quick), default=0)
-        for i in _covering(ranked if wide else quick, cases, (most * WIDE or CASES) if wide else most):
+        broad = [i for i in ranked if cases[i].most > 0]
+        most = min((cases[i].most for i in broad), default=0)
+        for i in _covering(ranked if wide else broad, cases, (most * WIDE or CASES) if wide else most):
             kept[i] = True
     return kept
+
+
+def quick_sample(cases: Sequence[Case], seed: int, seconds: Mapping[str, float]) -> list[bool]:
+    """Whether the quick tier keeps each of `cases`: what the broad tier keeps of all functions that take little, and of as many
+    that take long as there is time for, in an order that the seed decides.
+
+    seconds: what the cases of a function that the broad tier keeps take together, for functions that take long.
+    """
+    functions = sorted({case.function for case in cases} & seconds.keys(), key=lambda name: _digest(f"{seed} {name}"))
+    kept, left_s = set(), BUDGET_S
+    for name in functions:
+        if seconds[name] <= left_s:
+            kept.add(name)
+            left_s -= seconds[name]
+    broad = sample(cases, seed)
+    return [keep and (case.function not in seconds or case.function in kept) for case, keep in zip(cases, broad, strict=True)]
 
 
 def _covering(ranked: Iterable[int], cases: Sequence[Case], most: int) -> list[int]:
@@ -57,4 +74,8 @@ def _covering(ranked: Iterable[int], cases: Sequence[Case], most: int) -> list[i
 
 
 def _rank(case: Case, seed: int) -> bytes:
-    return hashlib.blake2b(f"{seed} {case.module} {case.label}".encode()).digest()
+    return _digest(f"{seed} {case.module} {case.label}")
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode()).digest()

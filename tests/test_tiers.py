@@ -1,4 +1,4 @@
-"""The tiers: what the quick one keeps, and that the full one runs everything."""
+"""The tiers: what the quick and the broad one keep, and that the full one runs everything."""
 
 import os
 import re
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.processes import PATIENCE_S
-from tests.sampling import CASES, WIDE, Case, sample
-from tests.tiers import COLLECTED
+from tests.sampling import BUDGET_S, CASES, WIDE, Case, quick_sample, sample
+from tests.tiers import COLLECTED, seconds_of_functions
 
 SEEDS = range(20)
 MODULES = {
@@ -90,9 +90,11 @@ def count(names: list[str]) -> dict[str, dict[str, int]]:
     return counts
 
 
-def test_quick_tier_keeps_some_cases_of_each_function(run_tiny):
+@pytest.mark.parametrize("tier", ["", "--broad"])
+def test_short_tiers_keep_some_cases_of_each_function(tier, run_tiny):
     """Two, or as many as the mark says, or none of those that only the full tier runs; the same for the same seed."""
-    first, again, other = (collected(run_tiny("--collect-only", "-q", "--sample-seed", seed)) for seed in ("1", "1", "2"))
+    how = ["--collect-only", "-q", *([tier] if tier else [])]
+    first, again, other = (collected(run_tiny(*how, "--sample-seed", seed)) for seed in ("1", "1", "2"))
     assert count(first) == count(other) == {"a": {"many": CASES}, "b": {"one": 1, "plain": 1, "property": 1}}
     assert first == again != other
 
@@ -106,7 +108,7 @@ def test_full_tier_keeps_all(run_tiny):
 
 
 def test_wide_tier_keeps_more(run_tiny):
-    """Twice as many cases as the quick tier, as many of the functions left to the full one as that keeps of others, and all
+    """Twice as many cases as the broad tier, as many of the functions left to the full one as that keeps of others, and all
     examples of a property."""
     kept = count(collected(run_tiny("--collect-only", "-q", "--wide", "--sample-seed", "1")))
     expected = {"a": {"many": WIDE * CASES, "slow": CASES}, "b": {"one": WIDE, "plain": 1, "property": 1}}
@@ -153,7 +155,7 @@ def test_sample_prefers_new_values():
 
 
 def test_a_case_left_to_the_full_tier_leaves_the_others_of_its_function():
-    """The quick tier keeps the other case of that function."""
+    """The broad tier keeps the other case of that function."""
     cases = [Case("m", "m::f", "small", {"size": 0}), Case("m", "m::f", "large", {"size": 1}, most=0)]
     assert all(sample(cases, seed) == [True, False] for seed in SEEDS)
 
@@ -166,7 +168,35 @@ def test_functions_of_a_module_share_their_cases():
     assert all(any(kept[i] for kept in samples) for i in range(6))
 
 
-def test_every_module_has_a_test_in_the_quick_tier(request):
+def test_the_quick_tier_spends_its_budget():
+    """It keeps what takes little, in the cases of the broad tier, and of what takes long as much as there is time for."""
+    cases = [Case("m", f"m::{name}", str(i), {"i": i}) for name in ("short", *(f"long{n}" for n in range(30))) for i in range(3)]
+    seconds = {f"m::long{n}": BUDGET_S / 10 for n in range(30)} | {"m::of_another_tree": 1.0}
+    found = []
+    for seed in SEEDS:
+        quick, broad = quick_sample(cases, seed, seconds), sample(cases, seed)
+        chosen = {case.function for case, keep in zip(cases, quick, strict=True) if keep}
+        assert [keep and case.function in chosen for case, keep in zip(cases, broad, strict=True)] == quick
+        assert "m::short" in chosen and len(chosen) == 11
+        found.append(chosen)
+    assert set.union(*found) == {case.function for case in cases}
+    assert sum(quick_sample(cases, 0, {"m::long0": 2 * BUDGET_S})) == sum(sample(cases, 0)) - CASES
+
+
+def test_functions_that_take_long_are_known():
+    """The table of what takes long names functions that there are, for many times the budget. A few may have gone."""
+    known = seconds_of_functions()
+    root = Path(__file__).parents[1]
+    gone = [name for name in known if not _is_there(root, *name.split("::"))]
+    assert len(gone) < 0.1 * len(known), gone
+    assert sum(known.values()) > 3 * BUDGET_S
+
+
+def _is_there(root: Path, path: str, function: str) -> bool:
+    return (root / path).exists() and f"def {function}(" in (root / path).read_text(encoding="utf-8")
+
+
+def test_every_module_has_a_test_in_the_broad_tier(request):
     """Whatever the seed, each module and each function that isn't marked `full` keeps a test, and full runs select everything."""
     cases = request.config.stash[COLLECTED]
     for seed in SEEDS:

@@ -1,26 +1,29 @@
-"""A plugin of pytest: the quick tier runs a sample of the tests that a seed picks, the wide tier (`--wide`) a larger one, the
-full tier (`--full`) all of them.
+"""A plugin of pytest: the broad tier (`--broad`) runs some cases of each test, which a seed picks; the quick tier, without an
+option, leaves out most tests that take long; the wide tier (`--wide`) runs more cases, the full one (`--full`) all of them.
 
-Tests that a person asks for by name (a file, a node id, `-k`, `--lf`) all run in either tier. Those that need a GPU all run with
+Tests that a person asks for by name (a file, a node id, `-k`, `--lf`) all run in any tier. Those that need a GPU all run with
 `-m gpu`, and none of them without.
 """
 
+import json
 import os
 import subprocess
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from xdist.workermanage import WorkerController
 
-from tests.sampling import CASES, Case, sample
+from tests.sampling import CASES, Case, quick_sample, sample
 
 __all__ = ["COLLECTED", "examples", "values_asked_for"]
 
 MAX_WORKERS = 8  # each of them holds a gigabyte
 LONGEST = 30  # how many modules a long tier names at its end
+SECONDS = Path(__file__).with_name("seconds.json")
+LEAST_S = 1.0  # what takes less is in no table
 COLLECTED = pytest.StashKey[tuple[Case, ...]]()
 """The tests that were collected and need no GPU, before -k, -m or the tier left any out."""
 
@@ -40,6 +43,9 @@ def values_asked_for(request: pytest.FixtureRequest, values: Iterable[str]) -> l
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--full", action="store_true", help="run all tests instead of the quick tier's sample")
+    group.addoption("--broad", action="store_true", help="run some cases of each test, also of those that take long")
+    measured = f"write what each function took, if that is a second or more, to {SECONDS.name}; use it with --broad"
+    group.addoption("--write-seconds", action="store_true", help=measured)
     wide = "run twice as many cases of a function, and some of those left to the full tier, with all examples of properties"
     group.addoption("--wide", action="store_true", help=wide)
     attacks = (
@@ -53,7 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # the plugin of hypothesis reads its seed after this
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full(reason): only the full tier runs this test")
-    config.addinivalue_line("markers", f"cases(n): the quick tier keeps n cases of this function; without the mark {CASES}")
+    config.addinivalue_line("markers", f"cases(n): the broad tier keeps n cases of this function; without the mark {CASES}")
     config.addinivalue_line("markers", "gpu: needs a CUDA device; runs where -m asks for it")
     option = config.option
     option.full = option.full or option.attack
@@ -66,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for tier, max_examples in (("quick", 20), ("full", 100)):
         settings.register_profile(tier, max_examples=max_examples, deadline=None, print_blob=True)  # the machine may be busy
     if option.hypothesis_profile is None:
-        settings.load_profile("quick" if _tier(config) == "quick" else "full")
+        settings.load_profile("quick" if _tier(config) in ("quick", "broad") else "full")
     config.pluginmanager.register(_Ledger(config), "tiers_ledger")
 
 
@@ -102,7 +108,10 @@ class _Ledger:
         wants_gpu = _wants_gpu(config)
         runnable = [item for item in items if wants_gpu or item.get_closest_marker("gpu") is None]
         cases = tuple(_case(item) for item in runnable)
-        sampled = sample(cases, config.option.sample_seed, wide=config.option.wide)
+        if _tier(config) == "quick":
+            sampled = quick_sample(cases, config.option.sample_seed, seconds_of_functions())
+        else:
+            sampled = sample(cases, config.option.sample_seed, wide=config.option.wide)
         self.in_sample = {item.nodeid: in_sample for item, in_sample in zip(runnable, sampled, strict=True)}
         everything = config.option.full or wants_gpu or bool(config.option.keyword) or bool(config.getoption("lf", False))
         named = _named_files(config)
@@ -121,6 +130,8 @@ class _Ledger:
     def pytest_sessionfinish(self) -> None:
         if hasattr(self.config, "workerinput"):
             self.config.workeroutput.update(in_sample=self.in_sample, num_selected=self.num_selected)
+        elif self.config.option.write_seconds:
+            _write_seconds(self.seconds)
 
     def pytest_testnodedown(self, node: WorkerController) -> None:
         if hasattr(node, "workeroutput"):  # a worker that crashed has none
@@ -142,13 +153,26 @@ class _Ledger:
         terminalreporter.write_line(f"{_tier(config)} tier: {ran}; the sample of seed {config.option.sample_seed}: {sampled}")
 
 
+def seconds_of_functions() -> Mapping[str, float]:
+    """What the functions that take long take in the broad tier, by their node ids."""
+    return json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+
+
+def _write_seconds(seconds: Mapping[str, float]) -> None:
+    taken = Counter[str]()
+    for name, each in seconds.items():
+        taken[name.partition("[")[0]] += each
+    long = {name: round(each, 1) for name, each in sorted(taken.items()) if each >= LEAST_S}
+    SECONDS.write_text(json.dumps(long, indent=0) + "\n")
+
+
 def _wants_gpu(config: pytest.Config) -> bool:
     """Whether the expression of `-m` names `gpu`, and not in order to leave it out."""
     return "gpu" in config.option.markexpr.replace("not gpu", "")
 
 
 def _tier(config: pytest.Config) -> str:
-    return "full" if config.option.full else "wide" if config.option.wide else "quick"
+    return next((tier for tier in ("full", "wide", "broad") if config.getoption(tier)), "quick")
 
 
 def _seed_of_commit(root: Path) -> int:

@@ -150,7 +150,7 @@ def test_a_row_that_hangs_or_kills_costs_itself_alone(target, words):
         server.close()
 
 
-@pytest.mark.full("it waits for a hang; a row that hangs is in the quick tier")
+@pytest.mark.full("it waits for a hang; a row that hangs is in the broad tier")
 def test_what_was_measured_before_a_hang_is_kept():
     """A peer that takes for ever does not cost our own figures."""
     server = Server("cpu", stuck.starts)

@@ -145,7 +145,7 @@ def test_plan(own, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("with mesh=my_pair strategy=tp\ninstructions ")
 
 
-@pytest.mark.full("its runs take 24 s; a sweep over groups of one's own trains in the quick tier too")
+@pytest.mark.full("its runs take 24 s; a sweep over groups of one's own trains in the broad tier too")
 @pytest.mark.gloo
 def test_train_records_what_was_composed(own, mpar, tmp_path):
     """The run's config.yaml has the values, not the folder; exporting needs no folder; torchrun gives the same numbers."""
@@ -214,7 +214,7 @@ def work(given, out):
 '''
 
 
-@pytest.mark.full("trains four times; a sweep of the own configurations of mpar is in the quick tier")
+@pytest.mark.full("trains four times; a sweep of the own configurations of mpar is in the broad tier")
 @pytest.mark.gloo
 @pytest.mark.parametrize("launcher", ["basic", "elsewhere"])
 def test_a_sweep(launcher, own, tmp_path):

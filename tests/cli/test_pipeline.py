@@ -141,7 +141,7 @@ if os.environ.get("RANK") == "0":
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fault"))
 
 
-@pytest.mark.full("its runs take 20 s; a killed rank is in the quick tier")
+@pytest.mark.full("its runs take 20 s; a killed rank is in the broad tier")
 def test_a_message_that_comes_late(mpar, tmp_path, monkeypatch):
     """A message delayed by 5 s delays the run; its numbers are those of a run without delay."""
     how = [*DEEP, "mesh=pp2", "strategy=ddp", "steps=3", "timeout_s=120"]
@@ -153,7 +153,7 @@ def test_a_message_that_comes_late(mpar, tmp_path, monkeypatch):
     assert max(record["step_s"] for record in read_metrics(tmp_path / "late" / "metrics.jsonl")) > 5
 
 
-@pytest.mark.full("it waits 20 s for a message; a killed rank is in the quick tier")
+@pytest.mark.full("it waits 20 s for a message; a killed rank is in the broad tier")
 def test_a_message_that_never_comes(mpar, tmp_path, monkeypatch):
     """All stop after `timeout_s`; the rank that waits names the message and the line that sends it, where the other one is."""
     faulty(tmp_path, monkeypatch, 1000)

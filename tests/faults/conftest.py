@@ -21,7 +21,7 @@ def extent(request: pytest.FixtureRequest) -> Callable[[int, int, int], int]:
 
 @pytest.fixture
 def some(request: pytest.FixtureRequest, extent: Callable[[int, int, int], int]) -> Callable[[list[str]], list[str]]:
-    """`some(names)`: one of them in the quick tier, two in the full one, else all; the seed of the tiers picks them."""
+    """`some(names)`: one of them in the broad tier, two in the full one, else all; the seed of the tiers picks them."""
 
     def choose(names: list[str]) -> list[str]:
         draw = random.Random(f"{request.config.option.sample_seed} {request.node.name}")

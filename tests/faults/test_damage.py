@@ -1,6 +1,6 @@
 """Checkpoints that were damaged or edited, loaded on four meshes: some rank of each mesh refuses, in our words and at once.
 
-`pytest tests/faults/test_damage.py` runs all of it; the quick tier takes a sample. What one rank of a mesh does not read,
+`pytest tests/faults/test_damage.py` runs all of it; the broad tier takes a sample. What one rank of a mesh does not read,
 another does, so a checkpoint counts as loaded silently if all ranks of a mesh load it.
 """
 

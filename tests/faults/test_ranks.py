@@ -26,7 +26,7 @@ def test_a_killed_rank_stops_all_and_each_place_is_told(start):
     run.check_nothing_left(ranks)
 
 
-@pytest.mark.full("it waits for a time to be over; a rank that is killed is found in the quick tier too")
+@pytest.mark.full("it waits for a time to be over; a rank that is killed is found in the broad tier too")
 @pytest.mark.parametrize("where", ["step", "start-up"])
 def test_a_rank_that_stands_still_is_named(start, where):
     """SIGSTOP: within `timeout_s` and ten seconds the error says that the rank stood still, and who waited for it."""
@@ -49,7 +49,7 @@ def test_a_rank_that_stands_still_is_named(start, where):
     run.check_nothing_left(ranks)
 
 
-@pytest.mark.full("it starts ranks three times; going on after a kill is in the quick tier")
+@pytest.mark.full("it starts ranks three times; going on after a kill is in the broad tier")
 def test_a_lost_rank_is_started_again(start, undisturbed):
     """`restarts=1`: after a kill the run goes on from its newest checkpoint, and ends with the bits of an undisturbed run."""
     run = start(*EVEN, "steps=150", "checkpoint.every=10", "restarts=1")

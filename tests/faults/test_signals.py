@@ -66,7 +66,7 @@ def test_a_time_limit_before_the_first_step(start):
     assert "stopped by time_limit" in run.printed
 
 
-@pytest.mark.full("it trains for as long as it is told to; a signal in the quick tier ends a run in the same way")
+@pytest.mark.full("it trains for as long as it is told to; a signal in the broad tier ends a run in the same way")
 def test_a_time_limit(start):
     """A run whose time is over saves its last step, and ends with 124."""
     run = start(*ENDLESS, "time_limit=0h0m30s", "checkpoint.every=null")
@@ -88,7 +88,7 @@ def test_a_signal_after_the_last_step(start, delay_s):
     assert "Traceback" not in run.printed
 
 
-@pytest.mark.full("a signal in the quick tier goes the same way")
+@pytest.mark.full("a signal in the broad tier goes the same way")
 def test_a_second_sigint_stops_at_once(start):
     """Two SIGINT in a row: the run is over within seconds, and says what is lost."""
     run = start(*ENDLESS, "checkpoint.every=null")

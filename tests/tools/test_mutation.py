@@ -251,7 +251,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "tmp"), "COLUMNS": "200"}
 
 
-@pytest.mark.full("takes half a minute; its parts are in the quick tier")
+@pytest.mark.full("takes half a minute; its parts are in the broad tier")
 def test_a_whole_run(repository, tmp_path):
     """From nothing: the map is made and kept, survivors are printed as diffs, reports can be resumed, the tree is unchanged."""
     words = command(repository, "--mutants=6", "--timeout=300", "--seed=21")  # none of these hangs

@@ -164,7 +164,7 @@ def test_recorded_paths_are_absolute(tmp_path):
     assert (found["evaluation"], found["resume"], found["init_from"]) == ({"sources": None}, {"path": "auto"}, "org/name")
 
 
-@pytest.mark.full("writes 400 MB; the bits of an export are compared in the quick tier")
+@pytest.mark.full("writes 400 MB; the bits of an export are compared in the broad tier")
 def test_memory(tmp_path):
     """Exporting 370 MB takes less anonymous memory than the largest tensor and 150 MB; bfloat16 in, bfloat16 out."""
     command = [sys.executable, "-m", "bench.export_memory", str(tmp_path / "made")]

@@ -7,8 +7,9 @@ A mutant is one changed line. The tests that run the line, the fastest first, de
 law that no test states, or equivalent: the program does the same with the change. Equivalent ones are listed, with a reason
 each, in tools/mutation/equivalent.yaml. Tests run in copies: the tree itself is never changed.
 
-Which test runs which line is read from a coverage map. It takes one run of the tests, of the quick tier without `--full`, and is
-kept under .mutation/ by the commit that it was made at. Lines that only other processes run, which tests start, are not in it.
+Which test runs which line is read from a coverage map. It takes one run of the tests, of the quick tier unless `--map-tests` says
+another one, and is kept under .mutation/ by the commit that it was made at. Lines that only other processes run, which tests start,
+are not in it.
 """
 
 from tools.mutation._copy import Copy
