@@ -54,7 +54,7 @@ class Runner(Protocol):
 
     def load(self, params: Mapping[str, Tensor]) -> None:
         """Compute with other parameters from now on: tensors by path, which are read as they are; only matrices in
-        float32 or bfloat16 on a CPU are copied, into the order in which products read them.
+        bfloat16 on a CPU are copied, into the order in which products read them.
 
         Raises ShapeError, listing all problems, unless they are those of the model.
         """

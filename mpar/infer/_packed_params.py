@@ -1,13 +1,14 @@
 """Packed parameters: on a CPU the matrices of a model lie in memory as the products of a step read them.
 
 They lie column by column where C++ multiplies a few rows with them, else those of bfloat16 in blocks of oneDNN. Matrices that are
-multiplied with the same features lie side by side, as one; where no copy is made for other reasons, only if they stay.
+multiplied with the same features lie side by side, as one. Parameters that come later stay as they are, unless in bfloat16.
 """
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mpar import tree
@@ -32,9 +33,10 @@ class Packing:
     num_summed: int | None = None
 
     def __call__(self, leaves: Mapping[str, Tensor], *, stay: bool) -> dict[str, Tensor]:
-        """The parameters for the state of programs. stay: that they are not trained, so that plain ones are worth a copy."""
+        """The parameters for the state of programs. stay: that they are not trained, so that they are worth a copy. Those of
+        bfloat16 are copied in any case: as they lie, their products take several times as long."""
         weights = [leaves[path] for path in self.paths]
-        packed = self.packed(weights)
+        packed = self.packed(weights) if stay or weights[0].dtype == torch.bfloat16 else None
         if packed is None and stay and self.num_summed is not None:
             packed = lay_side_by_side(weights, self.num_summed)
         return dict(zip(self.paths, weights if packed is None else packed, strict=True))

@@ -57,8 +57,7 @@ class EngineSampler:
         self._engine: Engine | None = None
 
     def load(self, params: Mapping[str, Tensor]) -> None:
-        """See `Sampler`. The engine reads the tensors of the training themselves, but for matrices that `Runner.load` copies on a
-        CPU."""
+        """See `Sampler`. The engine reads the tensors of the training: nothing is copied, unless in bfloat16 on a CPU."""
         if self._engine is None:
             self._engine = Engine(self._make_runner(params), eos_ids=self._eos_ids)
         self._engine.runner.load(params)

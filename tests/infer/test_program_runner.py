@@ -187,7 +187,7 @@ def test_steps_read_packed_matrices_only_by_products(variant, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("variant", ["deepseek_v3", "gpt2", "mamba2", "mixtral", "qwen2"])
 def test_matrices_lie_by_columns(variant, dtype):
-    """The first ones and those that come later, as plain tensors with the same values."""
+    """The first ones and those of bfloat16 that come later, as plain tensors with the same values; others stay where they are."""
     model = _model(variant).with_dtype(dtype)
     runner = ProgramRunner(model, model.init(0), SIZES)
     others = {path: leaf for path, leaf in tree.leaves_with_path(dataclasses.replace(model.init(1), mtp=None))}
@@ -195,7 +195,8 @@ def test_matrices_lie_by_columns(variant, dtype):
     laid = {path for path, leaf in runner.state.leaves.items() if path.startswith("params.") and not leaf.is_contiguous()}
     assert len(laid) >= 2 * len([segment for segment in model.segments if segment.name.startswith("layers")])
     runner.load(others)
-    assert {path for path in laid if not runner.state.leaves[path].is_contiguous()} == laid
+    laid_anew = {path for path in laid if not runner.state.leaves[path].is_contiguous()}
+    assert laid_anew == (laid if dtype == torch.bfloat16 else set())
     assert all(type(leaf) is torch.Tensor for leaf in runner.state.leaves.values())
     assert all(torch.equal(runner.state.leaves[f"params.{path}"], leaf) for path, leaf in others.items())
     assert [chosen.token for chosen in _answers(runner, PROMPTS[:1], 4)[0]] == fresh

@@ -8,8 +8,8 @@ law that no test states, or equivalent: the program does the same with the chang
 each, in tools/mutation/equivalent.yaml. Tests run in copies: the tree itself is never changed.
 
 Which test runs which line is read from a coverage map. It takes one run of the tests, of the quick tier unless `--map-tests` says
-another one, and is kept under .mutation/ by the commit that it was made at. Lines that only other processes run, which tests start,
-are not in it.
+another one, and is kept under .mutation/ by the commit that it was made at. Lines that only other processes run,
+which tests start, are not in it.
 """
 
 from tools.mutation._copy import Copy
