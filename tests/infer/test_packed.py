@@ -8,6 +8,7 @@ import torch
 
 from mpar import adapters, tree
 from mpar.adapters import LoRA
+from mpar.infer import _packed_params
 from mpar.infer.compile import ProgramRunner
 from mpar.ops import PackedMatrix, _packed_matrix, lie_side_by_side
 from mpar.runtime import _inductor
@@ -20,7 +21,8 @@ KINDS_RUN = ["llama", "gpt2", "deepseek_v3", "mixtral"]
 
 @pytest.fixture
 def packing(monkeypatch):
-    """Matrices of float32 are packed, and no step may put one together again."""
+    """Matrices of float32 are packed, as where there are no kernels in C++, and no step may put one together again."""
+    monkeypatch.setattr(_packed_params, "few_rows_read_columns", lambda dtype: False)
     monkeypatch.setattr(_packed_matrix, "onednn_packs", lambda dtype: dtype == torch.float32)
     monkeypatch.setattr(PackedMatrix, "blocks_as_plain", lambda self: pytest.fail("a step put a matrix together"))
 
