@@ -116,11 +116,13 @@ def _line(name: str, ours: str, times: Times, workload: Workload, floor_s: float
         "tokens_per_s": round(useful / wall, 2),
         "best_tokens_per_s": round(useful / fastest, 2),
     }
-    line["cpu_ms_per_token"] = round(1e3 * cpu / useful, 4)
+    clocks = ("wall",) if name == CEILING else ("wall", "cpu")  # that one computes in a process of its own
+    if "cpu" in clocks:
+        line["cpu_ms_per_token"] = round(1e3 * cpu / useful, 4)
     if len(workload.answers) == 1 and max(workload.answers) > 1:
         line["times_floor"] = round(wall / useful / floor_s, 2)
     if name not in OURS:
-        for clock in ("wall", "cpu"):
+        for clock in clocks:
             line[f"mpar_speed_over_this_{clock}"] = paired_ratio(times[name][clock], times[ours][clock]).rounded()
     return line
 
@@ -141,10 +143,11 @@ def table(results: Sequence[Result]) -> str:
     for result in results:
         ratios = (f"mpar_speed_over_this_{clock}" for clock in ("wall", "cpu"))
         wall, cpu = (interval_text(result.numbers(key) if result.has(key) else None) for key in ratios)
+        cpu_ms = f"{result.number('cpu_ms_per_token'):.2f}" if result.has("cpu_ms_per_token") else ""
         rows.append(
             f"| {result.text('config')}, {result.text('case')} | {result.case['threads']} | {result.text('variant')} "
             f"| {result.number('tokens_per_s'):.1f} | {result.number('best_tokens_per_s'):.1f} "
-            f"| {result.number('cpu_ms_per_token'):.2f} | {result.number('times_floor') if result.has('times_floor') else ''} "
+            f"| {cpu_ms} | {result.number('times_floor') if result.has('times_floor') else ''} "
             f"| {wall} | {cpu} | {result.number('bar') if result.has('bar') else ''} | {result.number('equal_tokens'):.2f} "
             f"| {'/'.join(f'{x:.1f}' for x in result.numbers('foreign_cores'))} |"
         )
