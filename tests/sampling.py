@@ -7,7 +7,7 @@ from itertools import groupby
 
 __all__ = ["BUDGET_S", "CASES", "EVERY_CASE", "WIDE", "Case", "quick_sample", "sample"]
 
-BUDGET_S = 300.0  # of work on a slow core, which the quick tier spends on functions that take long
+BUDGET_S = 300.0  # of work on a slow core, which the quick tier spends on modules that take long
 CASES = 2  # how many cases of a function the broad tier keeps, unless the function's mark says another number
 WIDE = 2  # how many times as many the wide tier keeps
 EVERY_CASE = 10**6  # for the mark of functions whose cases take milliseconds: every tier runs them all
@@ -47,19 +47,19 @@ def sample(cases: Sequence[Case], seed: int, *, wide: bool = False) -> list[bool
 
 
 def quick_sample(cases: Sequence[Case], seed: int, seconds: Mapping[str, float]) -> list[bool]:
-    """Whether the quick tier keeps each of `cases`: what the broad tier keeps of all functions that take little, and of as many
-    that take long as there is time for, in an order that the seed decides.
+    """Whether the quick tier keeps each of `cases`: what the broad tier keeps of all modules that take little, and of as many
+    that take long as there is time for, in an order that the seed decides. Functions of a module share what they build.
 
-    seconds: what the cases of a function that the broad tier keeps take together, for functions that take long.
+    seconds: what the cases of a module that the broad tier keeps take together, for modules that take long.
     """
-    functions = sorted({case.function for case in cases} & seconds.keys(), key=lambda name: _digest(f"{seed} {name}"))
+    modules = sorted({case.module for case in cases} & seconds.keys(), key=lambda name: _digest(f"{seed} {name}"))
     kept, left_s = set(), BUDGET_S
-    for name in functions:
+    for name in modules:
         if seconds[name] <= left_s:
             kept.add(name)
             left_s -= seconds[name]
     broad = sample(cases, seed)
-    return [keep and (case.function not in seconds or case.function in kept) for case, keep in zip(cases, broad, strict=True)]
+    return [keep and (case.module not in seconds or case.module in kept) for case, keep in zip(cases, broad, strict=True)]
 
 
 def _covering(ranked: Iterable[int], cases: Sequence[Case], most: int) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.processes import PATIENCE_S
 from tests.sampling import BUDGET_S, CASES, WIDE, Case, quick_sample, sample
-from tests.tiers import COLLECTED, seconds_of_functions
+from tests.tiers import COLLECTED, seconds_of_modules
 
 SEEDS = range(20)
 MODULES = {
@@ -170,30 +170,25 @@ def test_functions_of_a_module_share_their_cases():
 
 def test_the_quick_tier_spends_its_budget():
     """It keeps what takes little, in the cases of the broad tier, and of what takes long as much as there is time for."""
-    cases = [Case("m", f"m::{name}", str(i), {"i": i}) for name in ("short", *(f"long{n}" for n in range(30))) for i in range(3)]
-    seconds = {f"m::long{n}": BUDGET_S / 10 for n in range(30)} | {"m::of_another_tree": 1.0}
+    cases = [Case(name, f"{name}::f", str(i), {"i": i}) for name in ("short", *(f"long{n}" for n in range(30))) for i in range(3)]
+    seconds = {f"long{n}": BUDGET_S / 10 for n in range(30)} | {"of_another_tree": 1.0}
     found = []
     for seed in SEEDS:
         quick, broad = quick_sample(cases, seed, seconds), sample(cases, seed)
-        chosen = {case.function for case, keep in zip(cases, quick, strict=True) if keep}
-        assert [keep and case.function in chosen for case, keep in zip(cases, broad, strict=True)] == quick
-        assert "m::short" in chosen and len(chosen) == 11
+        chosen = {case.module for case, keep in zip(cases, quick, strict=True) if keep}
+        assert [keep and case.module in chosen for case, keep in zip(cases, broad, strict=True)] == quick
+        assert "short" in chosen and len(chosen) == 11
         found.append(chosen)
-    assert set.union(*found) == {case.function for case in cases}
-    assert sum(quick_sample(cases, 0, {"m::long0": 2 * BUDGET_S})) == sum(sample(cases, 0)) - CASES
+    assert set.union(*found) == {case.module for case in cases}
+    assert sum(quick_sample(cases, 0, {"long0": 2 * BUDGET_S})) == sum(sample(cases, 0)) - CASES
 
 
-def test_functions_that_take_long_are_known():
-    """The table of what takes long names functions that there are, for many times the budget. A few may have gone."""
-    known = seconds_of_functions()
-    root = Path(__file__).parents[1]
-    gone = [name for name in known if not _is_there(root, *name.split("::"))]
+def test_modules_that_take_long_are_known():
+    """The table of what takes long names modules that there are, for many times the budget. A few may have gone."""
+    known = seconds_of_modules()
+    gone = [name for name in known if not (Path(__file__).parents[1] / name).exists()]
     assert len(gone) < 0.1 * len(known), gone
     assert sum(known.values()) > 3 * BUDGET_S
-
-
-def _is_there(root: Path, path: str, function: str) -> bool:
-    return (root / path).exists() and f"def {function}(" in (root / path).read_text(encoding="utf-8")
 
 
 def test_every_module_has_a_test_in_the_broad_tier(request):

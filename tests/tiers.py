@@ -1,5 +1,5 @@
 """A plugin of pytest: the broad tier (`--broad`) runs some cases of each test, which a seed picks; the quick tier, without an
-option, leaves out most tests that take long; the wide tier (`--wide`) runs more cases, the full one (`--full`) all of them.
+option, leaves out most modules that take long; the wide tier (`--wide`) runs more cases, the full one (`--full`) all of them.
 
 Tests that a person asks for by name (a file, a node id, `-k`, `--lf`) all run in any tier. Those that need a GPU all run with
 `-m gpu`, and none of them without.
@@ -23,7 +23,7 @@ __all__ = ["COLLECTED", "examples", "values_asked_for"]
 MAX_WORKERS = 8  # each of them holds a gigabyte
 LONGEST = 30  # how many modules a long tier names at its end
 SECONDS = Path(__file__).with_name("seconds.json")
-LEAST_S = 1.0  # what takes less is in no table
+LEAST_S = 3.0  # what takes less is in no table
 COLLECTED = pytest.StashKey[tuple[Case, ...]]()
 """The tests that were collected and need no GPU, before -k, -m or the tier left any out."""
 
@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--full", action="store_true", help="run all tests instead of the quick tier's sample")
     group.addoption("--broad", action="store_true", help="run some cases of each test, also of those that take long")
-    measured = f"write what each function took, if that is a second or more, to {SECONDS.name}; use it with --broad"
+    measured = f"write what each module took, if that is three seconds or more, to {SECONDS.name}; use it with --broad"
     group.addoption("--write-seconds", action="store_true", help=measured)
     wide = "run twice as many cases of a function, and some of those left to the full tier, with all examples of properties"
     group.addoption("--wide", action="store_true", help=wide)
@@ -109,7 +109,7 @@ class _Ledger:
         runnable = [item for item in items if wants_gpu or item.get_closest_marker("gpu") is None]
         cases = tuple(_case(item) for item in runnable)
         if _tier(config) == "quick":
-            sampled = quick_sample(cases, config.option.sample_seed, seconds_of_functions())
+            sampled = quick_sample(cases, config.option.sample_seed, seconds_of_modules())
         else:
             sampled = sample(cases, config.option.sample_seed, wide=config.option.wide)
         self.in_sample = {item.nodeid: in_sample for item, in_sample in zip(runnable, sampled, strict=True)}
@@ -153,15 +153,15 @@ class _Ledger:
         terminalreporter.write_line(f"{_tier(config)} tier: {ran}; the sample of seed {config.option.sample_seed}: {sampled}")
 
 
-def seconds_of_functions() -> Mapping[str, float]:
-    """What the functions that take long take in the broad tier, by their node ids."""
+def seconds_of_modules() -> Mapping[str, float]:
+    """What the modules that take long take in the broad tier, by their paths."""
     return json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
 
 
 def _write_seconds(seconds: Mapping[str, float]) -> None:
     taken = Counter[str]()
     for name, each in seconds.items():
-        taken[name.partition("[")[0]] += each
+        taken[name.partition("::")[0]] += each
     long = {name: round(each, 1) for name, each in sorted(taken.items()) if each >= LEAST_S}
     SECONDS.write_text(json.dumps(long, indent=0) + "\n")
 
