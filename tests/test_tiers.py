@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiers
 from tests.processes import PATIENCE_S
 from tests.sampling import BUDGET_S, CASES, WIDE, Case, quick_sample, sample
 from tests.tiers import COLLECTED, seconds_of_modules
@@ -189,6 +190,13 @@ def test_modules_that_take_long_are_known():
     gone = [name for name in known if not (Path(__file__).parents[1] / name).exists()]
     assert len(gone) < 0.1 * len(known), gone
     assert sum(known.values()) > 3 * BUDGET_S
+
+
+def test_seconds_are_those_of_modules(tmp_path, monkeypatch):
+    """All cases of a module together, if they take long."""
+    monkeypatch.setattr(tiers, "SECONDS", tmp_path / "seconds.json")
+    tiers._write_seconds({"test_a.py::test_x[1]": 2.0, "test_a.py::test_y": 1.25, "test_b.py::test_x": 0.5})
+    assert seconds_of_modules() == {"test_a.py": 3.2}
 
 
 def test_every_module_has_a_test_in_the_broad_tier(request):

@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--full", action="store_true", help="run all tests instead of the quick tier's sample")
     group.addoption("--broad", action="store_true", help="run some cases of each test, also of those that take long")
-    measured = f"write what each module took, if that is three seconds or more, to {SECONDS.name}; use it with --broad"
+    measured = f"with --broad: write what each module took, if that is {LEAST_S:g} s or more, to {SECONDS.name}"
     group.addoption("--write-seconds", action="store_true", help=measured)
     wide = "run twice as many cases of a function, and some of those left to the full tier, with all examples of properties"
     group.addoption("--wide", action="store_true", help=wide)
@@ -63,6 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device; runs where -m asks for it")
     option = config.option
     option.full = option.full or option.attack
+    if option.write_seconds and _tier(config) != "broad":
+        raise pytest.UsageError("--write-seconds needs --broad: the quick tier knows modules by what that tier takes")
     if hasattr(config, "workerinput"):
         option.sample_seed = config.workerinput["sample_seed"]
     elif option.sample_seed is None:

@@ -100,7 +100,7 @@ inline float sum_of(Lanes x) {
   return reduced(x, [](auto a, auto b) { return a + b; });
 }
 
-// The sums of four vectors, with a third of the steps that one after the other takes.
+// The sums of four vectors, in fewer steps than one after the other.
 inline Four sums_of(Lanes a, Lanes b, Lanes c, Lanes d) {
 #ifdef __AVX512F__
   const auto halves = [](__m512 x) {
