@@ -1,5 +1,6 @@
-// Attention of float32 on a CPU, forward and backward: by tiles of queries and keys that stay in the caches (Dao et al.
-// 2022, arXiv:2205.14135). Products of tiles are made of sums of a few rows by 2 vectors, which stay in registers.
+// Attention on a CPU, forward and backward: by tiles of queries and keys that stay in the caches (Dao et al. 2022,
+// arXiv:2205.14135). Products of tiles are made of sums of a few rows by 2 vectors, which stay in registers. All is computed in
+// float32; operands of bfloat16 are widened where tiles are copied, and results rounded once.
 //
 // Each sum is computed by one thread, in an order that depends on shapes alone.
 
@@ -78,22 +79,25 @@ void multiply(Part part, int64_t rows, int64_t columns, int64_t inner, const flo
 }
 
 // Rows beside each other, times `scale`: in a head of many they are so far apart that they push each other out of the cache.
-void pack(int64_t rows, int64_t size, const float* from, int64_t from_row, float scale, float* to) {
+template <typename T>
+void pack(int64_t rows, int64_t size, const T* from, int64_t from_row, float scale, float* to) {
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t h = 0; h < size; h += WIDTH) store(scale * load(from + i * from_row + h), to + i * size + h);
 }
 
-void unpack(int64_t rows, int64_t size, const float* from, float scale, float* to, int64_t to_row) {
+template <typename T>
+void unpack(int64_t rows, int64_t size, const float* from, float scale, T* to, int64_t to_row) {
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t h = 0; h < size; h += WIDTH) store(scale * load(from + i * size + h), to + i * to_row + h);
 }
 
 // Columns are rows within each tile: to[tile][h][i] = from[tile][i][h], with zeros for the rows that are missing to a whole tile.
-void transpose(int64_t rows, int64_t size, const float* from, int64_t from_row, float* to) {
+template <typename T>
+void transpose(int64_t rows, int64_t size, const T* from, int64_t from_row, float* to) {
   for (int64_t first = 0; first < rows; first += TILE, to += TILE * size) {
     const int64_t count = std::min(TILE, rows - first);
     for (int64_t h = 0; h < size; ++h) {
-      for (int64_t i = 0; i < count; ++i) to[h * TILE + i] = from[(first + i) * from_row + h];
+      for (int64_t i = 0; i < count; ++i) to[h * TILE + i] = widened(from[(first + i) * from_row + h]);
       std::fill(to + h * TILE + count, to + (h + 1) * TILE, 0.0f);
     }
   }
@@ -117,7 +121,8 @@ struct Tile {
 };
 
 // The scores of a tile of queries that are scaled, of each row in whole vectors, with -inf for what is hidden.
-void score(const Call& call, const Tile& tile, const float* q, const float* keys_by_size, const float* bias, int64_t rows,
+template <typename T>
+void score(const Call& call, const Tile& tile, const float* q, const float* keys_by_size, const T* bias, int64_t rows,
            float* scores) {
   const auto [first_q, first_k, most, causal] = tile;
   const float* keys = keys_by_size + first_k * call.size;
@@ -126,9 +131,9 @@ void score(const Call& call, const Tile& tile, const float* q, const float* keys
     float* row = scores + i * TILE;
     const int64_t seen = tile.seen(i);
     if (bias) {
-      const float* added = bias + (first_q + i) * call.keys + first_k;
+      const T* added = bias + (first_q + i) * call.keys + first_k;
 #pragma omp simd
-      for (int64_t j = 0; j < most; ++j) row[j] += added[j];
+      for (int64_t j = 0; j < most; ++j) row[j] += widened(added[j]);
     }
     std::fill(row + seen, row + in_vectors(seen), NOTHING);
   }
@@ -153,8 +158,9 @@ inline float exponentials(float* row, int64_t count, float top) {
 }
 
 // The results of a tile of queries of one head.
-void attend_tile(const Call& call, const float* q, const float* keys_by_size, const float* values, const float* bias, int64_t first_q,
-                 float* out, float* lse) {
+template <typename T>
+void attend_tile(const Call& call, const T* q, const float* keys_by_size, const float* values, const T* bias, int64_t first_q,
+                 T* out, float* lse) {
   const int64_t rows = std::min(TILE, call.queries - first_q), end = call.causal ? std::min(call.keys, first_q + rows) : call.keys;
   std::vector<float> buffer(TILE * (TILE + 2 * call.size));
   float *scores = buffer.data(), *sums = scores + TILE * TILE, *queries = sums + TILE * call.size;
@@ -184,17 +190,17 @@ void attend_tile(const Call& call, const float* q, const float* keys_by_size, co
   for (int64_t i = 0; i < rows; ++i) {
     const bool sees = totals[i] != 0;  // also where it is no number
     const float share = sees ? 1 / totals[i] : 0.0f;
-    float* row = out + (first_q + i) * call.out.row;
+    T* row = out + (first_q + i) * call.out.row;
 #pragma omp simd
-    for (int64_t h = 0; h < call.size; ++h) row[h] = sees ? sums[i * call.size + h] * share : 0.0f;
+    for (int64_t h = 0; h < call.size; ++h) row[h] = rounded<T>(sees ? sums[i * call.size + h] * share : 0.0f);
     lse[first_q + i] = sees ? tops[i] + std::log(totals[i]) : NOTHING;
   }
 }
 
 // The gradients of one head of keys, and of the query heads that have it.
-void attend_head_backward(const Call& call, int64_t b, int64_t kv_head, const float* dout_all, const float* q_all, const float* k,
-                          const float* v, const float* out_all, const float* lse_all, const float* bias, float* dq_all, float* dk,
-                          float* dv) {
+template <typename T>
+void attend_head_backward(const Call& call, int64_t b, int64_t kv_head, const T* dout_all, const T* q_all, const T* k, const T* v,
+                          const T* out_all, const float* lse_all, const T* bias, T* dq_all, T* dk, T* dv) {
   const int64_t size = call.size, all_keys = in_tiles(call.keys) * size;
   std::vector<float> buffer(5 * all_keys + 2 * TILE * TILE + 3 * TILE * size + TILE);
   float *keys_by_size = buffer.data(), *values_by_size = keys_by_size + all_keys, *keys = values_by_size + all_keys;
@@ -206,18 +212,19 @@ void attend_head_backward(const Call& call, int64_t b, int64_t kv_head, const fl
   pack(call.keys, size, k, call.k.row, 1, keys);
   for (int64_t group = 0; group < call.groups; ++group) {
     const int64_t head = kv_head * call.groups + group;
-    const float* q = q_all + b * call.q.batch + head * call.q.head;
-    const float* dout = dout_all + b * call.dout.batch + head * call.dout.head;
-    const float* out = out_all + b * call.out.batch + head * call.out.head;
+    const T* q = q_all + b * call.q.batch + head * call.q.head;
+    const T* dout = dout_all + b * call.dout.batch + head * call.dout.head;
+    const T* out = out_all + b * call.out.batch + head * call.out.head;
     const float* lse = lse_all + (b * call.kv_heads * call.groups + head) * call.queries;
-    float* dq = dq_all + b * call.dq.batch + head * call.dq.head;
+    T* dq = dq_all + b * call.dq.batch + head * call.dq.head;
     for (int64_t first_q = 0; first_q < call.queries; first_q += TILE) {
       const int64_t rows = std::min(TILE, call.queries - first_q);
       const int64_t end = call.causal ? std::min(call.keys, first_q + rows) : call.keys;
       pack(rows, size, dout + first_q * call.dout.row, call.dout.row, 1, douts);
       pack(rows, size, q + first_q * call.q.row, call.q.row, call.scale, queries);
       for (int64_t i = 0; i < rows; ++i) {
-        const float *x = douts + i * size, *y = out + (first_q + i) * call.out.row;
+        const float* x = douts + i * size;
+        const T* y = out + (first_q + i) * call.out.row;
         Lanes sum = load(x) * load(y);
         for (int64_t h = WIDTH; h < size; h += WIDTH) sum += load(x + h) * load(y + h);
         means[i] = sum_of(sum);
@@ -253,11 +260,8 @@ void attend_head_backward(const Call& call, int64_t b, int64_t kv_head, const fl
   unpack(call.keys, size, dvalues, 1, dv, call.dv.row);
 }
 
-}  // namespace
-
-extern "C" void attention_forward(const Call* given, const float* q, const float* k, const float* v, const float* bias, float* out,
-                                  float* lse) {
-  const Call& call = *given;
+template <typename T>
+void attend(const Call& call, const T* q, const T* k, const T* v, const T* bias, T* out, float* lse) {
   const int64_t tiles = in_tiles(call.queries) / TILE, items = call.groups * tiles, all_keys = in_tiles(call.keys) * call.size;
 #pragma omp parallel for collapse(3) schedule(dynamic)
   for (int64_t b = 0; b < call.batch; ++b) {
@@ -278,9 +282,9 @@ extern "C" void attention_forward(const Call* given, const float* q, const float
   }
 }
 
-extern "C" void attention_backward(const Call* given, const float* dout, const float* q, const float* k, const float* v,
-                                   const float* out, const float* lse, const float* bias, float* dq, float* dk, float* dv) {
-  const Call& call = *given;
+template <typename T>
+void attend_backward(const Call& call, const T* dout, const T* q, const T* k, const T* v, const T* out, const float* lse,
+                     const T* bias, T* dq, T* dk, T* dv) {
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int64_t b = 0; b < call.batch; ++b) {
     for (int64_t kv_head = 0; kv_head < call.kv_heads; ++kv_head) {
@@ -290,3 +294,19 @@ extern "C" void attention_backward(const Call* given, const float* dout, const f
     }
   }
 }
+
+}  // namespace
+
+// Each for numbers of type T.
+#define FOR_TYPE(T, NAME)                                                                                                        \
+  extern "C" void attention_forward_##NAME(const Call* call, const T* q, const T* k, const T* v, const T* bias, T* out,          \
+                                           float* lse) {                                                                         \
+    attend(*call, q, k, v, bias, out, lse);                                                                                      \
+  }                                                                                                                              \
+  extern "C" void attention_backward_##NAME(const Call* call, const T* dout, const T* q, const T* k, const T* v, const T* out,   \
+                                            const float* lse, const T* bias, T* dq, T* dk, T* dv) {                              \
+    attend_backward(*call, dout, q, k, v, out, lse, bias, dq, dk, dv);                                                           \
+  }
+
+FOR_TYPE(float, float32)
+FOR_TYPE(BFloat16, bfloat16)

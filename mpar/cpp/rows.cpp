@@ -1,6 +1,7 @@
-// Norms, activations, rotations and softmax of float32 on a CPU: one pass over memory for each, where torch's ops take several.
+// Norms, activations, rotations and softmax on a CPU: one pass over memory for each, where torch's ops take several.
 //
-// Rows are divided among threads. Each sum is computed in an order that depends on shapes alone.
+// Rows are divided among threads. Each sum is computed in an order that depends on shapes alone. All is computed in float32;
+// operands and results of bfloat16 are rounded where torch's ops round them, which store each step.
 
 #include "vectors.h"
 
@@ -15,17 +16,29 @@ inline float sigmoid(float x) {
   return x < 0 ? small : 1 - small;
 }
 
-inline float sum_of_row(int64_t size, const float* x, const float* y) {
+template <typename T>
+inline float sum_of_row(int64_t size, const float* x, const T* y) {
   Lanes sums{};
   int64_t i = 0;
   for (; i + WIDTH <= size; i += WIDTH) sums += load(x + i) * load(y + i);
   float sum = sum_of(sums);
-  for (; i < size; ++i) sum += x[i] * y[i];
+  for (; i < size; ++i) sum += x[i] * widened(y[i]);
   return sum;
 }
 
-inline float scale_of(int64_t size, const float* x, float eps) {
-  return 1 / std::sqrt(sum_of_row(size, x, x) / static_cast<float>(size) + eps);
+template <typename T>
+inline float sum_of_squares(int64_t size, const T* x) {
+  Lanes sums{};
+  int64_t i = 0;
+  for (; i + WIDTH <= size; i += WIDTH) sums += load(x + i) * load(x + i);
+  float sum = sum_of(sums);
+  for (; i < size; ++i) sum += widened(x[i]) * widened(x[i]);
+  return sum;
+}
+
+template <typename T>
+inline float scale_of(int64_t size, const T* x, float eps) {
+  return 1 / std::sqrt(sum_of_squares(size, x) / static_cast<float>(size) + eps);
 }
 
 inline float largest_of_row(int64_t size, const float* x) {
@@ -53,6 +66,11 @@ inline float sum_of_exponentials(int64_t size, const float* x, float most) {
   return sum;
 }
 
+// Rows of `size` numbers; `gate_row` and `up_row`: from one to the next in gate and up.
+struct Gated {
+  int64_t rows, size, gate_row, up_row;
+};
+
 struct Norm {
   int64_t rows, size;
   float eps;
@@ -75,6 +93,117 @@ inline float lse_of_infinite(int64_t size, const float* x, float most) {
 struct Logits {
   int64_t rows, columns, x_row, y_row;
 };
+
+template <typename T>
+void multiply_by_silu(const Gated& all, const T* gate, const T* up, T* y) {
+#pragma omp parallel for collapse(2) if (all.rows * all.size > SHORT)
+  for (int64_t row = 0; row < all.rows; ++row) {
+    for (int64_t start = 0; start < all.size; start += CHUNK) {
+      const int64_t end = std::min(all.size, start + CHUNK);
+      const T *gates = gate + row * all.gate_row, *ups = up + row * all.up_row;
+      T* to = y + row * all.size;
+#pragma omp simd
+      for (int64_t i = start; i < end; ++i) {
+        const float x = widened(gates[i]), silu = widened(rounded<T>(x * sigmoid(x)));
+        to[i] = rounded<T>(silu * widened(ups[i]));
+      }
+    }
+  }
+}
+
+template <typename T>
+void multiply_by_silu_backward(const T* gate, const T* up, const T* dy, T* dgate, T* dup, int64_t count) {
+#pragma omp parallel for if (count > SHORT)
+  for (int64_t start = 0; start < count; start += CHUNK) {
+    const int64_t end = std::min(count, start + CHUNK);
+#pragma omp simd
+    for (int64_t i = start; i < end; ++i) {
+      const float x = widened(gate[i]), share = sigmoid(x), grad = widened(dy[i]);
+      const float dsilu = widened(rounded<T>(grad * widened(up[i]))), silu = widened(rounded<T>(x * share));
+      dup[i] = rounded<T>(grad * silu);
+      dgate[i] = rounded<T>(dsilu * share * (1 + x * (1 - share)));
+    }
+  }
+}
+
+template <typename T>
+void normalise(const Norm& norm, const T* x, const T* weight, T* y) {
+#pragma omp parallel for if (norm.rows * norm.size > SHORT)
+  for (int64_t row = 0; row < norm.rows; ++row) {
+    const T* from = x + row * norm.size;
+    const float scale = scale_of(norm.size, from, norm.eps);
+    T* to = y + row * norm.size;
+    if (weight) {
+#pragma omp simd
+      for (int64_t i = 0; i < norm.size; ++i)
+        to[i] = rounded<T>(widened(rounded<T>(widened(from[i]) * scale)) * widened(weight[i]));
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < norm.size; ++i) to[i] = rounded<T>(widened(from[i]) * scale);
+    }
+  }
+}
+
+// With r the scale and w the weight: dx = r (w dy - x r^2 mean(w dy x)), dweight = sum over rows of r dy x. The weight and its gradient
+// may be missing. `strips` has room for a row of each strip, and for one more.
+template <typename T>
+void normalise_backward(const Norm& norm, const T* x, const T* weight, const T* dy, T* dx, T* dweight, float* strips) {
+  const int64_t size = norm.size, count = (norm.rows + STRIP - 1) / STRIP;
+#pragma omp parallel for if (norm.rows * size > SHORT)
+  for (int64_t strip = 0; strip < count; ++strip) {
+    std::vector<float> scaled(size);
+    float *sums = dweight ? strips + strip * size : nullptr, *grads = scaled.data();
+    if (sums) std::fill(sums, sums + size, 0.0f);
+    for (int64_t row = strip * STRIP; row < std::min(norm.rows, (strip + 1) * STRIP); ++row) {
+      const T *from = x + row * size, *grad = dy + row * size;
+      T* to = dx + row * size;
+      const float scale = scale_of(size, from, norm.eps);
+      if (weight) {
+#pragma omp simd
+        for (int64_t i = 0; i < size; ++i) grads[i] = widened(weight[i]) * widened(grad[i]);
+      } else {
+#pragma omp simd
+        for (int64_t i = 0; i < size; ++i) grads[i] = widened(grad[i]);
+      }
+      const float slope = sum_of_row(size, grads, from) * scale * scale / static_cast<float>(size);
+#pragma omp simd
+      for (int64_t i = 0; i < size; ++i) to[i] = rounded<T>((grads[i] - widened(from[i]) * slope) * scale);
+      if (sums) {
+#pragma omp simd
+        for (int64_t i = 0; i < size; ++i) sums[i] += widened(grad[i]) * widened(from[i]) * scale;
+      }
+    }
+  }
+  if (!dweight) return;
+  float* total = strips + count * size;
+  std::fill(total, total + size, 0.0f);
+  for (int64_t strip = 0; strip < count; ++strip)
+    for (int64_t i = 0; i < size; ++i) total[i] += strips[strip * size + i];
+  for (int64_t i = 0; i < size; ++i) dweight[i] = rounded<T>(total[i]);
+}
+
+// `y` may be `x`.
+template <typename T>
+void turn(const Rotation& all, const T* x, const float* cos, const float* sin, T* y) {
+  const int64_t half = all.half, first = all.interleaved ? 1 : half, step = all.interleaved ? 2 : 1;
+#pragma omp parallel for collapse(2) if (all.batch * all.positions * all.heads * all.size > SHORT)
+  for (int64_t b = 0; b < all.batch; ++b) {
+    for (int64_t position = 0; position < all.positions; ++position) {
+      const float *c = cos + b * all.table_batch + position * half, *s = sin + b * all.table_batch + position * half;
+      for (int64_t head = 0; head < all.heads; ++head) {
+        const T* from = x + b * all.x_batch + position * all.x_position + head * all.x_head;
+        T* to = y + b * all.y_batch + position * all.y_position + head * all.y_head;
+#pragma omp simd
+        for (int64_t i = 0; i < half; ++i) {
+          const float left = widened(from[i * step]), right = widened(from[i * step + first]);
+          to[i * step] = rounded<T>(left * c[i] - right * s[i]);
+          to[i * step + first] = rounded<T>(right * c[i] + left * s[i]);
+        }
+        if (to != from) std::copy(from + 2 * half, from + all.size, to + 2 * half);
+      }
+    }
+  }
+}
 
 }  // namespace
 
@@ -103,99 +232,21 @@ extern "C" void softmax(const Logits* given, const float* x, const float* lse, c
   }
 }
 
-extern "C" void swiglu(const float* gate, const float* up, float* y, int64_t count) {
-#pragma omp parallel for if (count > SHORT)
-  for (int64_t start = 0; start < count; start += CHUNK) {
-    const int64_t end = std::min(count, start + CHUNK);
-#pragma omp simd
-    for (int64_t i = start; i < end; ++i) y[i] = gate[i] * sigmoid(gate[i]) * up[i];
+// Each for numbers of type T.
+#define FOR_TYPE(T, NAME)                                                                                                        \
+  extern "C" void swiglu_##NAME(const Gated* all, const T* gate, const T* up, T* y) { multiply_by_silu(*all, gate, up, y); }     \
+  extern "C" void swiglu_backward_##NAME(const T* gate, const T* up, const T* dy, T* dgate, T* dup, int64_t count) {             \
+    multiply_by_silu_backward(gate, up, dy, dgate, dup, count);                                                                  \
+  }                                                                                                                              \
+  extern "C" void rms_norm_##NAME(const Norm* norm, const T* x, const T* weight, T* y) { normalise(*norm, x, weight, y); }       \
+  extern "C" void rms_norm_backward_##NAME(const Norm* norm, const T* x, const T* weight, const T* dy, T* dx, T* dweight,        \
+                                           float* strips) {                                                                      \
+    normalise_backward(*norm, x, weight, dy, dx, dweight, strips);                                                               \
+  }                                                                                                                              \
+  extern "C" void rotate_##NAME(const Rotation* all, const T* x, const float* cos, const float* sin, T* y) {                     \
+    turn(*all, x, cos, sin, y);                                                                                                  \
   }
-}
 
-extern "C" void swiglu_backward(const float* gate, const float* up, const float* dy, float* dgate, float* dup, int64_t count) {
-#pragma omp parallel for if (count > SHORT)
-  for (int64_t start = 0; start < count; start += CHUNK) {
-    const int64_t end = std::min(count, start + CHUNK);
-#pragma omp simd
-    for (int64_t i = start; i < end; ++i) {
-      const float x = gate[i], share = sigmoid(x);
-      dup[i] = dy[i] * x * share;
-      dgate[i] = dy[i] * up[i] * share * (1 + x * (1 - share));
-    }
-  }
-}
-
-// The weight may be missing.
-extern "C" void rms_norm(const Norm* given, const float* x, const float* weight, float* y) {
-  const Norm& norm = *given;
-#pragma omp parallel for if (norm.rows * norm.size > SHORT)
-  for (int64_t row = 0; row < norm.rows; ++row) {
-    const float *from = x + row * norm.size, scale = scale_of(norm.size, from, norm.eps);
-    float* to = y + row * norm.size;
-    if (weight) {
-#pragma omp simd
-      for (int64_t i = 0; i < norm.size; ++i) to[i] = from[i] * scale * weight[i];
-    } else {
-#pragma omp simd
-      for (int64_t i = 0; i < norm.size; ++i) to[i] = from[i] * scale;
-    }
-  }
-}
-
-// With r the scale and w the weight: dx = r (w dy - x r^2 mean(w dy x)), dweight = sum over rows of r dy x. The weight and its gradient
-// may be missing. `strips` has room for a row of each strip.
-extern "C" void rms_norm_backward(const Norm* given, const float* x, const float* weight, const float* dy, float* dx, float* dweight,
-                                  float* strips) {
-  const Norm& norm = *given;
-  const int64_t size = norm.size, count = (norm.rows + STRIP - 1) / STRIP;
-#pragma omp parallel for if (norm.rows * size > SHORT)
-  for (int64_t strip = 0; strip < count; ++strip) {
-    float* sums = dweight ? strips + strip * size : nullptr;
-    if (sums) std::fill(sums, sums + size, 0.0f);
-    for (int64_t row = strip * STRIP; row < std::min(norm.rows, (strip + 1) * STRIP); ++row) {
-      const float *from = x + row * size, *grad = dy + row * size;
-      float* to = dx + row * size;
-      const float scale = scale_of(size, from, norm.eps);
-      if (weight) {
-#pragma omp simd
-        for (int64_t i = 0; i < size; ++i) to[i] = weight[i] * grad[i];
-      } else {
-        std::copy(grad, grad + size, to);
-      }
-      const float slope = sum_of_row(size, to, from) * scale * scale / static_cast<float>(size);
-#pragma omp simd
-      for (int64_t i = 0; i < size; ++i) to[i] = (to[i] - from[i] * slope) * scale;
-      if (sums) {
-#pragma omp simd
-        for (int64_t i = 0; i < size; ++i) sums[i] += grad[i] * from[i] * scale;
-      }
-    }
-  }
-  if (!dweight) return;
-  std::fill(dweight, dweight + size, 0.0f);
-  for (int64_t strip = 0; strip < count; ++strip)
-    for (int64_t i = 0; i < size; ++i) dweight[i] += strips[strip * size + i];
-}
-
-// `y` may be `x`.
-extern "C" void rotate(const Rotation* given, const float* x, const float* cos, const float* sin, float* y) {
-  const Rotation& all = *given;
-  const int64_t half = all.half, first = all.interleaved ? 1 : half, step = all.interleaved ? 2 : 1;
-#pragma omp parallel for collapse(2) if (all.batch * all.positions * all.heads * all.size > SHORT)
-  for (int64_t b = 0; b < all.batch; ++b) {
-    for (int64_t position = 0; position < all.positions; ++position) {
-      const float *c = cos + b * all.table_batch + position * half, *s = sin + b * all.table_batch + position * half;
-      for (int64_t head = 0; head < all.heads; ++head) {
-        const float* from = x + b * all.x_batch + position * all.x_position + head * all.x_head;
-        float* to = y + b * all.y_batch + position * all.y_position + head * all.y_head;
-#pragma omp simd
-        for (int64_t i = 0; i < half; ++i) {
-          const float left = from[i * step], right = from[i * step + first];
-          to[i * step] = left * c[i] - right * s[i];
-          to[i * step + first] = right * c[i] + left * s[i];
-        }
-        if (to != from) std::copy(from + 2 * half, from + all.size, to + 2 * half);
-      }
-    }
-  }
-}
+// The weight of a norm may be missing.
+FOR_TYPE(float, float32)
+FOR_TYPE(BFloat16, bfloat16)

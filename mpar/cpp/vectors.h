@@ -76,6 +76,27 @@ inline void store(Lanes x, BFloat16* y) {
   std::memcpy(y, &narrow, sizeof narrow);
 }
 
+inline float widened(float x) { return x; }
+
+inline float widened(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+
+// x as a number of type T: one of bfloat16 is the nearest, the even one of two that are equally near.
+template <typename T>
+inline T rounded(float x) {
+  if constexpr (sizeof(T) == sizeof x) {
+    return x;
+  } else {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return {static_cast<uint16_t>(x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0)};
+  }
+}
+
 // The larger one of each pair, `b` if one is no number.
 template <typename X>
 inline X larger(X a, X b) {

@@ -1,10 +1,12 @@
-"""Rows: norms, activations, rotations, softmax of float32 on a CPU by mpar's C++ kernels (mpar/cpp/rows.cpp), in one pass each.
+"""Rows: norms, activations, rotations, softmax on a CPU by mpar's C++ kernels (mpar/cpp/rows.cpp), in one pass each.
 
-Each function gives None where there is no kernel for its operands; then torch's ops do the same in several passes.
+Operands are of float32 or, but for softmax, of bfloat16. Each function gives None where there is no kernel for its operands; then
+torch's ops do the same in several passes.
 """
 
 import ctypes
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,6 +27,8 @@ __all__ = [
 
 _STRIP = 64
 """`STRIP` of rows.cpp."""
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_Gated = cpp_structure("_Gated", ["rows", "size", "gate_row", "up_row"], [])
 _Norm = cpp_structure("_Norm", ["rows", "size"], ["eps"])
 _Logits = cpp_structure("_Logits", ["rows", "columns", "x_row", "y_row"], [])
 _Rotation = cpp_structure(
@@ -40,18 +44,20 @@ _Rotation = cpp_structure(
 
 def swiglu_rows(gate: Tensor, up: Tensor) -> Tensor | None:
     """`silu(gate) * up`."""
-    run = cpp_function("rows", "swiglu", 4) if _are_plain(gate, up) else None
+    run = _function("swiglu", 4, gate, up)
     if run is None:
         return None
-    gate, up = gate.contiguous(), up.contiguous()
-    y = torch.empty_like(gate)
-    run(gate.data_ptr(), up.data_ptr(), y.data_ptr(), y.numel())
+    width = gate.numel() if gate.is_contiguous() and up.is_contiguous() else gate.shape[-1]
+    gates, ups = (_in_rows(x, width) for x in (gate, up))
+    y = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    call = _Gated(*gates.shape, gates.stride(0), ups.stride(0))
+    run(ctypes.addressof(call), gates.data_ptr(), ups.data_ptr(), y.data_ptr())
     return y
 
 
 def swiglu_backward_rows(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor] | None:
     """`(dgate, dup)`."""
-    run = cpp_function("rows", "swiglu_backward", 6) if _are_plain(gate, up, dy) else None
+    run = _function("swiglu_backward", 6, gate, up, dy)
     if run is None:
         return None
     gate, up, dy = gate.contiguous(), up.contiguous(), dy.contiguous()
@@ -62,7 +68,7 @@ def swiglu_backward_rows(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, 
 
 def rms_norm_rows(x: Tensor, weight: Tensor | None, eps: float) -> Tensor | None:
     """`x` with rows of a mean square of one, times the weight if there is one."""
-    run = cpp_function("rows", "rms_norm", 4) if _are_plain(x, weight) else None
+    run = _function("rms_norm", 4, x, weight)
     if run is None:
         return None
     x, weight = x.contiguous(), None if weight is None else weight.contiguous()
@@ -73,13 +79,13 @@ def rms_norm_rows(x: Tensor, weight: Tensor | None, eps: float) -> Tensor | None
 
 def rms_norm_backward_rows(x: Tensor, weight: Tensor | None, dy: Tensor, eps: float) -> tuple[Tensor, Tensor | None] | None:
     """`(dx, dweight)`; no gradient of a weight that is missing."""
-    run = cpp_function("rows", "rms_norm_backward", 7) if _are_plain(x, weight, dy) else None
+    run = _function("rms_norm_backward", 7, x, weight, dy)
     if run is None:
         return None
     x, dy, weight = x.contiguous(), dy.contiguous(), None if weight is None else weight.contiguous()
     norm, size = _norm(x.shape, eps), x.shape[-1]
     dx, dweight = torch.empty_like(x), None if weight is None else torch.empty_like(weight)
-    strips = x.new_empty(0 if weight is None else -(-norm.rows // _STRIP) * size)
+    strips = torch.empty(0 if weight is None else (-(-norm.rows // _STRIP) + 1) * size, dtype=torch.float32)
     addresses = (None if each is None else each.data_ptr() for each in (x, weight, dy, dx, dweight, strips))
     run(ctypes.addressof(norm), *addresses)
     return dx, dweight
@@ -87,7 +93,7 @@ def rms_norm_backward_rows(x: Tensor, weight: Tensor | None, dy: Tensor, eps: fl
 
 def rotated_rows(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor | None, *, interleaved: bool) -> Tensor | None:
     """`x` (B, S, N, H) with pairs of features turned, written to `y`, which may be `x`, or to a new tensor."""
-    run = cpp_function("rows", "rotate", 5) if _are_plain(x, cos, sin) and x.stride(-1) == 1 else None
+    run = _function("rotate", 5, x) if _are_plain(cos, sin) and x.stride(-1) == 1 else None
     if run is None:
         return None
     cos, sin = cos.contiguous(), sin.contiguous()
@@ -96,6 +102,12 @@ def rotated_rows(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor | None, *, inter
     rotation = _rotation(x.shape, cos.shape[2], interleaved, x.stride()[:3], y.stride()[:3], table)
     run(ctypes.addressof(rotation), *(each.data_ptr() for each in (x, cos, sin, y)))
     return y
+
+
+def _in_rows(x: Tensor, width: int) -> Tensor:
+    """Rows of so many numbers, each in one piece of memory. The halves of a joined product are not copied."""
+    rows = x.reshape(-1, width)
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def softmax_takes(*tensors: Tensor) -> bool:
@@ -137,9 +149,15 @@ def _rotation(
     return _Rotation(*shape, half, interleaved, *x_stride, *y_stride, table)
 
 
-def _are_plain(*tensors: Tensor | None) -> bool:
+def _function(name: str, num_operands: int, x: Tensor, *others: Tensor | None) -> Callable[..., None] | None:
+    """The kernel for operands of the dtype of `x`."""
+    fits = x.dtype in _NAMES and _are_plain(x, *others, dtype=x.dtype)
+    return cpp_function("rows", f"{name}_{_NAMES[x.dtype]}", num_operands) if fits else None
+
+
+def _are_plain(*tensors: Tensor | None, dtype: torch.dtype = torch.float32) -> bool:
     """Whether kernels can read these; a trace has tensors of other classes."""
     return all(
-        x is None or (type(x) in (Tensor, Parameter) and x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0)
+        x is None or (type(x) in (Tensor, Parameter) and x.dtype == dtype and x.device.type == "cpu" and x.numel() > 0)
         for x in tensors
     )

@@ -1,16 +1,18 @@
 """Flash: attention of a block of queries and keys on a CPU, without all scores in memory, by mpar's kernel or torch's.
 
-Mpar's C++ (mpar/cpp/attention.cpp) takes float32 on CPUs with AVX2 or AVX-512; torch's is for what is left.
+Mpar's C++ (mpar/cpp/attention.cpp) takes float32 on CPUs with AVX2 or AVX-512, and bfloat16 if the CPU does not compute in it;
+torch's is for what is left.
 """
 
 import ctypes
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from mpar.cpp import Address, cpp_function, cpp_structure
-from mpar.torch_private import flash_attention_cpu, flash_attention_cpu_backward
+from mpar.torch_private import flash_attention_cpu, flash_attention_cpu_backward, onednn_has_bfloat16
 
 __all__ = ["flash", "flash_backward"]
 
@@ -27,12 +29,12 @@ def flash(
 ) -> tuple[Tensor, Tensor]:
     """`(out_BNSH, lse_BNS)` of operands with heads first. causal: query i sees keys 0 to i. bias: (B or 1, 1, S, M), added to the
     scores; it has the dtype of `q`. out: what the result is written to, with the features side by side in memory."""
-    run = cpp_function("attention", "attention_forward", 7) if _supports(q, k, v) else None
+    run = _function("attention_forward", 7, q, k, v)
     if run is None:
         made, lse = flash_attention_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
         return made if out is None else out.copy_(made), lse
     q, k, v = map(_with_rows, (q, k, v))
-    out, lse = _like_rows(q) if out is None else out, q.new_empty(q.shape[:3])
+    out, lse = _like_rows(q) if out is None else out, torch.empty(q.shape[:3], dtype=torch.float32)
     call, bias = _call({"q": q, "k": k, "v": v, "out": out}, causal, bias, scale)
     run(ctypes.addressof(call), *map(_address, (q, k, v, bias, out, lse)))
     return out, lse
@@ -52,7 +54,7 @@ def flash_backward(
 ) -> Sequence[Tensor]:
     """`[dq, dk, dv]`. `out` and `lse` may be those of more keys; `lse` is inf for queries that see none. into: what they are
     written to, with the features side by side in memory."""
-    run = cpp_function("attention", "attention_backward", 11) if _supports(q, k, v) else None
+    run = _function("attention_backward", 11, q, k, v)
     if run is None:
         made = flash_attention_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
         return made if into is None else [grad.copy_(part) for grad, part in zip(into, made, strict=True)]
@@ -65,10 +67,20 @@ def flash_backward(
     return dq, dk, dv
 
 
-def _supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernel takes these; a trace has tensors of other classes."""
-    fits = q.dtype == torch.float32 and q.shape[3] in _SIZES and k.shape == v.shape and k.numel() > 0 < q.numel()
-    return fits and type(q) is type(k) is type(v) is Tensor and q.device.type == "cpu"
+def _function(name: str, num_operands: int, q: Tensor, k: Tensor, v: Tensor) -> Callable[..., None] | None:
+    """The kernel for operands of this dtype, if it takes these; a trace has tensors of other classes."""
+    kernel = _kernel(q.dtype)
+    fits = kernel is not None and q.shape[3] in _SIZES and k.shape == v.shape and k.numel() > 0 < q.numel()
+    fits = fits and type(q) is type(k) is type(v) is Tensor and q.device.type == "cpu"
+    return cpp_function("attention", f"{name}_{kernel}", num_operands) if fits else None
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype) -> str | None:
+    """What kernels for a dtype are called; none for bfloat16 where torch's compute in it."""
+    if dtype == torch.bfloat16:
+        return None if onednn_has_bfloat16() else "bfloat16"
+    return "float32" if dtype == torch.float32 else None
 
 
 def _with_rows(x: Tensor) -> Tensor:

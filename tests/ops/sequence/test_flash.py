@@ -76,6 +76,34 @@ def test_equals_the_formulas(batch, heads, groups, queries, keys, size, mask, se
         torch.testing.assert_close(grad, meant.float(), rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.parametrize("mask", ["none", "causal", "bias"])
+@pytest.mark.parametrize("size", [32, 80])
+def test_bfloat16_is_float32_rounded_once(mask, size, monkeypatch):
+    """Results and gradients are those of widened operands, bit by bit; also where torch's kernel would be asked."""
+    monkeypatch.setattr(_flash, "_kernel", lambda dtype: str(dtype).removeprefix("torch."))
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, dout = (x.bfloat16() for x in operands(2, 2, 2, 130, 130, size, draw))
+    bias = torch.randn(2, 1, 130, 130, generator=draw).bfloat16() if mask == "bias" else None
+    how = (mask == "causal", bias, SCALE)
+    wide = (mask == "causal", None if bias is None else bias.float(), SCALE)
+    out, lse = flash(q, k, v, *how)
+    expected, expected_lse = flash(q.float(), k.float(), v.float(), *wide)
+    assert torch.equal(out, expected.bfloat16()) and torch.equal(lse, expected_lse)
+    found = flash_backward(dout, q, k, v, out, lse, *how)
+    grads = flash_backward(dout.float(), q.float(), k.float(), v.float(), out.float(), lse, *wide)
+    assert all(a.dtype == torch.bfloat16 and torch.equal(a, b.bfloat16()) for a, b in zip(found, grads, strict=True))
+
+
+def test_bfloat16_is_left_to_torch_where_it_computes_in_it(monkeypatch):
+    """Only other CPUs have the kernel."""
+    for has in (True, False):
+        monkeypatch.setattr(_flash, "onednn_has_bfloat16", lambda has=has: has)
+        _flash._kernel.cache_clear()
+        assert _flash._kernel(torch.bfloat16) == (None if has else "bfloat16") and _flash._kernel(torch.float32) == "float32"
+    monkeypatch.undo()
+    _flash._kernel.cache_clear()
+
+
 def test_threads_change_no_bit():
     """Results are those of one thread, bit by bit, however many there are."""
     given = operands(1, 2, 2, 150, 150, 32, torch.Generator().manual_seed(0))
