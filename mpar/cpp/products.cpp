@@ -53,17 +53,17 @@ void multiply_all_rows(const Call& call, const float* x, const float* w, float* 
 }
 
 // The even and the odd ones of a pair of vectors of bfloat16, the first and the second vector of float32.
-inline void load_pair(const BFloat16* x, Lanes* even, Lanes* odd) {
+inline Lanes load_half(const BFloat16* x, int half) {
   WideBits bits;
   std::memcpy(&bits, x, sizeof bits);
-  *even = in_register(reinterpret_cast<Lanes>(bits << 16));
-  *odd = in_register(reinterpret_cast<Lanes>(bits & 0xffff0000u));
+  if (half) {  // by two shifts: a mask would take a register that sums need
+    bits >>= 16;
+    asm("" : "+v"(bits));
+  }
+  return in_register(reinterpret_cast<Lanes>(bits << 16));
 }
 
-inline void load_pair(const float* x, Lanes* first, Lanes* second) {
-  *first = in_register(load(x));
-  *second = in_register(load(x + WIDTH));
-}
+inline Lanes load_half(const float* x, int half) { return in_register(load(x + half * WIDTH)); }
 
 // A pair of vectors, of which so many numbers are those of x.
 template <typename T>
@@ -72,46 +72,44 @@ inline void with_zeros(const T* x, int64_t count, T* pair) {
   std::memcpy(pair, x, count * sizeof(T));
 }
 
-template <int64_t ROWS>
+template <int64_t ROWS, int64_t COLUMNS>
 using Sums = Lanes[ROWS][COLUMNS];
 
-// Adds the products of a pair of vectors of each row, float32 in the order of `load_pair`, and of columns at `places`. Both
-// vectors of bfloat16 come of one load, so that x is read again for each column; float32 is read once, in turn.
-template <int64_t ROWS>
-inline void add_pair(const Call& call, const float* x, const BFloat16* w, const int64_t* places, Sums<ROWS>& sums) {
-  for (int64_t c = 0; c < COLUMNS; ++c) {
-    Lanes even, odd;
-    load_pair(w + places[c], &even, &odd);
-    for (int64_t r = 0; r < ROWS; ++r) {
-      sums[r][c] = fused(load(x + r * call.x_row), even, sums[r][c]);
-      sums[r][c] = fused(load(x + r * call.x_row + WIDTH), odd, sums[r][c]);
+// Adds the products of a pair of vectors of each row, float32 in the order of `load_half`, and of columns at `places`. What there
+// are fewer of, rows or columns, is read once and stays in registers.
+template <int64_t ROWS, int64_t COLUMNS, typename T>
+inline void add_pair(const Call& call, const float* x, const T* w, const int64_t* places, Sums<ROWS, COLUMNS>& sums) {
+  for (int half = 0; half < 2; ++half) {
+    const float* from = x + half * WIDTH;
+    if constexpr (ROWS < COLUMNS) {
+      Lanes given[ROWS];
+      for (int64_t r = 0; r < ROWS; ++r) given[r] = in_register(load(from + r * call.x_row));
+      for (int64_t c = 0; c < COLUMNS; ++c) {
+        const Lanes part = load_half(w + places[c], half);
+        for (int64_t r = 0; r < ROWS; ++r) sums[r][c] = fused(given[r], part, sums[r][c]);
+      }
+    } else {
+      Lanes parts[COLUMNS];
+      for (int64_t c = 0; c < COLUMNS; ++c) parts[c] = load_half(w + places[c], half);
+      for (int64_t r = 0; r < ROWS; ++r) {
+        const Lanes given = in_register(load(from + r * call.x_row));
+        for (int64_t c = 0; c < COLUMNS; ++c) sums[r][c] = fused(given, parts[c], sums[r][c]);
+      }
     }
   }
 }
 
-template <int64_t ROWS>
-inline void add_pair(const Call& call, const float* x, const float* w, const int64_t* places, Sums<ROWS>& sums) {
-  for (int64_t half = 0; half < PAIR; half += WIDTH) {
-    Lanes given[ROWS];
-    for (int64_t r = 0; r < ROWS; ++r) given[r] = in_register(load(x + r * call.x_row + half));
-    for (int64_t c = 0; c < COLUMNS; ++c) {
-      const Lanes part = in_register(load(w + places[c] + half));
-      for (int64_t r = 0; r < ROWS; ++r) sums[r][c] = fused(given[r], part, sums[r][c]);
-    }
-  }
-}
-
-// `count` columns, each `distance` behind the one before. Rows are float32 here, in pairs of vectors as `load_pair` makes them.
+// `count` columns, each `distance` behind the one before. Rows are float32 here, in pairs of vectors as `load_half` gives them.
 // ENDS: that the last numbers of a column are no pair; with a branch in its place, fewer sums are kept in registers.
-template <int64_t ROWS, bool ENDS, typename T>
+template <int64_t ROWS, int64_t COLUMNS, bool ENDS, typename T>
 void multiply_columns(const Call& call, const float* x, const T* w, int64_t count, int64_t distance, T* y) {
-  Sums<ROWS> sums = {};
+  Sums<ROWS, COLUMNS> sums = {};
   int64_t places[COLUMNS];
   for (int64_t c = 0; c < COLUMNS; ++c) places[c] = (c < count ? c : 0) * distance * call.w_step;
   const int64_t in_pairs = call.inner / PAIR * PAIR;
   for (int64_t i = 0; i < in_pairs; i += PAIR) {
     for (int64_t c = 0; c < COLUMNS; ++c) __builtin_prefetch(w + places[c] + i + AHEAD_IN_COLUMN);
-    add_pair<ROWS>(call, x + i, w + i, places, sums);
+    add_pair<ROWS, COLUMNS>(call, x + i, w + i, places, sums);
   }
   if constexpr (ENDS) {
     T ends[COLUMNS * PAIR];
@@ -120,27 +118,31 @@ void multiply_columns(const Call& call, const float* x, const T* w, int64_t coun
       end_places[c] = c * PAIR;
       with_zeros(w + places[c] + in_pairs, call.inner - in_pairs, ends + end_places[c]);
     }
-    add_pair<ROWS>(call, x + in_pairs, ends, end_places, sums);
+    add_pair<ROWS, COLUMNS>(call, x + in_pairs, ends, end_places, sums);
   }
   for (int64_t r = 0; r < ROWS; ++r) {
-    const Four four = sums_of(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
-    for (int64_t c = 0; c < count; ++c) {
-      T rounded[WIDTH];
-      store(Lanes{} + four[c], rounded);
-      y[r * call.y_row + c * distance] = rounded[0];
-    }
+    const auto& of_row = sums[r];
+    const Four four = sums_of(of_row[0], of_row[1], of_row[2 % COLUMNS], of_row[3 % COLUMNS]);
+    for (int64_t c = 0; c < std::min(count, COLUMNS); ++c) y[r * call.y_row + c * distance] = rounded<T>(four[c]);
   }
 }
 
-// All rows, ROWS at a time, and fewer at the end.
-template <int64_t ROWS, typename T>
-void multiply_rows_of_columns(Call call, const float* x, const T* w, int64_t count, int64_t distance, T* y) {
+// The same for ROWS rows at a time; `x` and `y` are those behind them then.
+template <int64_t ROWS, int64_t COLUMNS, typename T>
+void multiply_rows_of_columns(Call& call, const float*& x, const T* w, int64_t count, int64_t distance, T*& y) {
   for (; call.rows >= ROWS; call.rows -= ROWS, x += ROWS * call.x_row, y += ROWS * call.y_row)
-    if (call.inner % PAIR == 0)
-      multiply_columns<ROWS, false>(call, x, w, count, distance, y);
-    else
-      multiply_columns<ROWS, true>(call, x, w, count, distance, y);
-  if constexpr (ROWS > 1) multiply_rows_of_columns<ROWS - 1>(call, x, w, count, distance, y);
+    for (int64_t c = 0; c < count; c += COLUMNS) {
+      const auto multiply = call.inner % PAIR == 0 ? multiply_columns<ROWS, COLUMNS, false, T> : multiply_columns<ROWS, COLUMNS, true, T>;
+      multiply(call, x, w + c * distance * call.w_step, count - c, distance, y + c * distance);
+    }
+}
+
+// All rows. Many are multiplied with two columns at a time, as each number of these is widened for more of them; few with more
+// columns, as memory gives several streams of a thread faster than one.
+template <int64_t ROWS, typename T>
+void multiply_few_rows(Call& call, const float*& x, const T* w, int64_t count, int64_t distance, T*& y) {
+  multiply_rows_of_columns<ROWS, COLUMNS>(call, x, w, count, distance, y);
+  if constexpr (ROWS > 1) multiply_few_rows<ROWS - 1>(call, x, w, count, distance, y);
 }
 
 template <typename T>
@@ -153,10 +155,7 @@ void multiply_all_columns(const Call& call, const T* x, const T* w, T* y) {
     for (int64_t i = 0; i < call.inner; i += PAIR) {
       T pair[PAIR];
       with_zeros(x + r * call.x_row + i, std::min(PAIR, call.inner - i), pair);
-      Lanes first, second;
-      load_pair(pair, &first, &second);
-      store(first, wide.data() + r * inside.x_row + i);
-      store(second, wide.data() + r * inside.x_row + i + WIDTH);
+      for (int half = 0; half < 2; ++half) store(load_half(pair, half), wide.data() + r * inside.x_row + i + half * WIDTH);
     }
   // Columns that are computed together are far apart, as memory gives several streams of a thread faster than one.
   const int64_t threads = call.rows * call.inner * call.columns > SHORT ? omp_get_max_threads() : 1;
@@ -166,7 +165,11 @@ void multiply_all_columns(const Call& call, const T* x, const T* w, T* y) {
     const int64_t start = t * COLUMNS * distance;
     for (int64_t c = start; c < std::min(start + distance, call.columns); ++c) {
       const int64_t count = std::min(COLUMNS, (call.columns - c + distance - 1) / distance);
-      multiply_rows_of_columns<most>(inside, wide.data(), w + c * call.w_step, count, distance, y + c);
+      Call left = inside;
+      const float* from = wide.data();
+      T* to = y + c;
+      multiply_rows_of_columns<2 * most, COLUMNS / 2>(left, from, w + c * call.w_step, count, distance, to);
+      multiply_few_rows<most>(left, from, w + c * call.w_step, count, distance, to);
     }
   }
 }
