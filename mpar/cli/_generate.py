@@ -15,10 +15,10 @@ from mpar.cli._compose import compose_config
 from mpar.cli._later import later
 from mpar.cli._local_model import local_folder
 from mpar.cli._model_folder import model_folder
-from mpar.cli._prompts import Prompt, read_prompts
+from mpar.cli._prompts import Prompt, listed, read_prompts
 from mpar.cli._screen import AnswerProgress, CompileNotes, say, say_aside
 from mpar.cli._switches import answer_switches
-from mpar.errors import ConfigError, UnknownNameError, brief
+from mpar.errors import ConfigError, DataError, UnknownNameError, brief
 from mpar.files import MAX_JSON_BYTES, Unreadable, read_json
 from mpar.train import key
 
@@ -101,6 +101,8 @@ def _check(config: GenerateConfig) -> None:
         problems.append("out is for the answers to prompt or prompts: give one of them")
     if config.out is not None and not Path(config.out).absolute().parent.is_dir():
         problems.append(f"out={config.out}: there is no folder {Path(config.out).absolute().parent}")
+    if config.out is not None and config.prompts is not None and _are_one_file(Path(config.out), Path(config.prompts)):
+        problems.append(f"out={config.out} is the file of the prompts, which the answers would replace: give another name")
     if config.system is not None and not config.chat:
         problems.append("a system message needs chat=true")
     if config.schema is not None:
@@ -109,6 +111,10 @@ def _check(config: GenerateConfig) -> None:
         problems.append("stop has an empty text, which would end every answer")
     if problems:
         raise ConfigError("cannot generate:\n  " + "\n  ".join(problems))
+
+
+def _are_one_file(a: Path, b: Path) -> bool:
+    return a.exists() and b.exists() and a.samefile(b)
 
 
 def _prompts(config: GenerateConfig) -> list[Prompt] | None:
@@ -211,20 +217,40 @@ def _answer_all(
 ) -> None:
     """Answer all prompts, in their order; an answer is written once those before it are. The time that programs took to compile
     is said, and does not count as time of answers."""
-    named = [(p, cast("str | None", _adapter(config, p))) for p in prompts]  # `_prompts` has checked them
-    answers = [_begin(assistant, p, sampling, choice, name) for p, name in named for choice in range(config.num_answers)]
+    answers = _begin_all(config, assistant, prompts, sampling)
     began, num_tokens, compiled_s = time.monotonic(), 0, notes.total_s
     waiting = list(zip((p for p in prompts for _ in range(config.num_answers)), answers, strict=True))
-    with _output(config) as file, AnswerProgress(len(answers), shown=config.out is not None) as progress:
-        for _ in assistant.run():
-            num_tokens += 1
-            while waiting and waiting[0][1].request.finish is not None:
-                _write(config, file, *waiting.pop(0))
-            progress(len(answers) - len(waiting), num_tokens)
+    try:
+        with _output(config) as file, AnswerProgress(len(answers), shown=config.out is not None) as progress:
+            for _ in assistant.run():
+                num_tokens += 1
+                while waiting and waiting[0][1].request.finish is not None:
+                    _write(config, file, *waiting.pop(0))
+                progress(len(answers) - len(waiting), num_tokens)
+    except KeyboardInterrupt:
+        if config.out is not None:
+            say_aside(f"{config.out} has the first {len(answers) - len(waiting):,} of {len(answers):,} answers")
+        raise
     compiled_s = notes.total_s - compiled_s
     elapsed_s = time.monotonic() - began - compiled_s
     counted = f"{len(answers):,} answers, {num_tokens:,} tokens in {elapsed_s:.1f} s: {num_tokens / elapsed_s:,.0f} tokens/s"
     say_aside(counted + (f", and {compiled_s:.1f} s for compiling" if compiled_s > 0 else ""))
+
+
+def _begin_all(config: GenerateConfig, assistant: "Assistant", prompts: Sequence[Prompt], sampling: "Sampling") -> list["Answer"]:
+    """The answers to all prompts, in their order. Raises DataError with the lines of the file that cannot be answered."""
+    answers, problems = [], []
+    for prompt in prompts:
+        adapter = cast("str | None", _adapter(config, prompt))  # `_prompts` has checked it
+        try:
+            answers += [_begin(assistant, prompt, sampling, choice, adapter) for choice in range(config.num_answers)]
+        except (ConfigError, DataError) as error:
+            if config.prompts is None:
+                raise
+            problems.append(f"line {prompt.line}: {error}")
+    if problems:
+        raise DataError(f"cannot answer {config.prompts}:\n  " + listed(problems))
+    return answers
 
 
 @contextlib.contextmanager

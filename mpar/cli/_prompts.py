@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mpar.errors import ConfigError, DataError, brief
 from mpar.files import Unreadable, read_text
 
-__all__ = ["Prompt", "read_prompts"]
+__all__ = ["Prompt", "listed", "read_prompts"]
 
 _MAX_BYTES = 2**30
+_MOST_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,14 @@ class Prompt:
     text:         what is asked, or continued. messages: the conversation that ends with it; None: the text is continued as it is.
     has_messages: whether the file has the conversation, and not the text alone.
     others:       the other values that its line in the file has; they are written beside the answer.
+    line:         the number of that line, from 1 on.
     """
 
     text: str
     messages: Sequence[Mapping[str, object]] | None
     has_messages: bool = False
     others: Mapping[str, object] = field(default_factory=dict)
+    line: int = 0
 
 
 def read_prompts(path: Path, system: Sequence[Mapping[str, object]], *, chat: bool) -> list[Prompt]:
@@ -48,12 +51,16 @@ def read_prompts(path: Path, system: Sequence[Mapping[str, object]], *, chat: bo
         if isinstance(prompt, str):
             problems.append(f"line {number}: {prompt}")
         else:
-            prompts.append(prompt)
+            prompts.append(replace(prompt, line=number))
     if problems or not prompts:
-        more = f"\n  and {len(problems) - 8} more lines" if len(problems) > 8 else ""
-        said = "\n  ".join(problems[:8]) or "it has no line that is not empty"
-        raise DataError(f"cannot read prompts from {path}:\n  {said}{more}")
+        raise DataError(f"cannot read prompts from {path}:\n  " + (listed(problems) or "it has no line that is not empty"))
     return prompts
+
+
+def listed(problems: Sequence[str]) -> str:
+    """Problems of lines, below each other; the number of those behind the first few."""
+    more = [f"and {len(problems) - _MOST_LISTED} more lines"] if len(problems) > _MOST_LISTED else []
+    return "\n  ".join([*problems[:_MOST_LISTED], *more])
 
 
 def _of_text(text: str, system: Sequence[Mapping[str, object]], *, chat: bool) -> Prompt:

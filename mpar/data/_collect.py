@@ -103,8 +103,8 @@ class Collector:
         return documents, replace(self._report().of(documents), num_held_out=num_held_out)
 
     def no_documents(self, problem: str) -> DataError:
-        """The error because the rows are no data to train on."""
-        return DataError(f"cannot train on {', '.join(self._config.sources)}: {problem}.\n{self._report()}")
+        """The error because the rows give no data."""
+        return DataError(f"cannot take documents from {', '.join(self._config.sources)}: {problem}.\n{self._report()}")
 
     def _add(self, chunk: Sequence[SourcedRow], outcomes: Iterator[RowTokens]) -> None:
         self._counts["num_rows"] += len(chunk)

@@ -90,7 +90,7 @@ class BlockMaker:
             {name: value for name, value in counts.items() if name not in _NOT_COUNTED},
         )
         if following.epoch >= 2 and not following.report.num_used:
-            raise DataError(f"cannot train on {', '.join(config.sources)}: no document is left.\n{following.report}")
+            raise DataError(f"cannot take documents from {', '.join(config.sources)}: no document is left.\n{following.report}")
         return Entry(documents, report, following.to_json())
 
     def _rows_from(self, cursor: Cursor) -> StreamRows:

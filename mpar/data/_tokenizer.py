@@ -4,6 +4,7 @@ import datetime
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib import resources
@@ -27,6 +28,9 @@ __all__ = ["Tokenizer", "byte_tokenizer"]
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _ANSWERS = TokenWeights()
 _MAX_TOKENIZER_COMMAS = 2**22  # the library keeps a hundred bytes for every value, also for those that it does not use
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")  # how sentencepiece names a byte
+_LONG = 2**15  # characters of a text that takes more than some milliseconds
 _SAID = "an answer \u2058 behind which a conversation goes on"  # a text that no message has
 
 
@@ -150,6 +154,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """The ids of `text`. Special tokens written in it are recognised. Raises DataError if `text` has lone surrogates."""
         _check_text(text)
+        if len(text) > _LONG:  # other threads may run meanwhile, which they may not in `encode`
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
@@ -174,6 +180,15 @@ class Tokenizer:
         if outside:
             raise DataError(f"cannot decode ids {outside[:8]}: the vocabulary has {self.vocab_size} ids, from 0 on.")
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of the text of one token, which may be a part of a character. Raises DataError as `decode`."""
+        text, piece = self.decode([token]), self._backend.id_to_token(token) or ""
+        if _BROKEN not in text:
+            return text.encode()
+        if _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        return bytes(map(BYTE_NAMES.index, piece)) if set(piece) <= set(BYTE_NAMES) else text.encode()
 
     def render_chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Sequence[object] | None = None

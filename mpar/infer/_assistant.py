@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mpar.data import Tokenizer
-from mpar.errors import ConfigError
+from mpar.errors import ConfigError, NumericsError
 from mpar.infer._choose import Chosen
 from mpar.infer._engine import Engine, Runner
 from mpar.infer._grammar import Grammar, Grammars
@@ -106,7 +106,7 @@ class Assistant:
         self._answers.pop(answer.request, None)
 
     def step(self) -> list[Answer]:
-        """Run one step; returns the answers that have become longer, some of which may have ended."""
+        """Run one step; returns the answers that have become longer or have ended."""
         grown = [self._answers[request] for request in self.engine.step()]
         for answer in grown:
             if answer.request.finish is not None:
@@ -115,9 +115,12 @@ class Assistant:
         return grown
 
     def run(self) -> Iterator[Answer]:
-        """Run steps until all answers have ended; gives each answer as often as it has become longer."""
+        """Run steps until all answers have ended; gives each answer as often as it has become longer. Raises NumericsError if one
+        cannot be made."""
         while not self.is_idle:
-            yield from self.step()
+            for answer in self.step():
+                answer.request.check()
+                yield answer
 
     def answer(self, questions: Sequence[str], sampling: Sampling) -> list[str]:
         """The answers to questions, each of which is asked by itself."""
@@ -128,7 +131,7 @@ class Assistant:
 
     def score(self, tokens: Sequence[int], num_alternatives: int = 0, adapter: str | None = None) -> list[Chosen]:
         """The tokens of a text with their log-probabilities behind those before them, which the first one does not have.
-        adapter: see `Engine.add`."""
+        adapter: see `Engine.add`. Raises NumericsError if they are no finite numbers."""
         if len(tokens) < 2:
             return [Chosen(token) for token in tokens]
         number = self.engine.number_of(adapter)
@@ -136,6 +139,8 @@ class Assistant:
         (scores,) = self.engine.runner.scores([torch.tensor(tokens)], count, number)
         likeliest = zip(scores.likeliest_SK.tolist(), scores.likeliest_logprobs_SK.tolist(), strict=True)
         pairs = [tuple(zip(ids, values, strict=True))[:num_alternatives] for ids, values in likeliest]
+        if not scores.logprobs_S.isfinite().all():
+            raise NumericsError(f"cannot score a text of {len(tokens)} tokens: log-probabilities are no finite numbers.")
         chosen = zip(tokens[1:], scores.logprobs_S.tolist(), pairs, strict=True)
         return [Chosen(tokens[0]), *(Chosen(token, logprob, alternatives) for token, logprob, alternatives in chosen)]
 

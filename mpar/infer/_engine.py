@@ -110,7 +110,8 @@ class Engine:
         self.scheduler.finish(request, "cancelled")
 
     def step(self) -> list[Request]:
-        """Run one step; returns the requests whose answers have become longer, some of which may have ended."""
+        """Run one step; returns the requests whose answers have become longer or have ended. An answer ends with an error where
+        logits are no finite numbers."""
         turns = self.scheduler.next_turns()
         if not turns:
             return []
@@ -122,9 +123,14 @@ class Engine:
             return []
         rows = [request.row for request in grown]
         logits = logits_RV if rows == list(range(len(logits_RV))) else logits_RV[rows]
-        for request, chosen in zip(grown, choose(logits, [self._history(request) for request in grown]), strict=True):
-            request.append(chosen)
-            self._end(request)
+        are_finite = logits.amax(-1).isfinite().tolist()
+        found = choose(logits, [self._history(request) for request in grown])
+        for request, chosen, is_finite in zip(grown, found, are_finite, strict=True):
+            if is_finite:
+                request.append(chosen)
+                self._end(request)
+            else:
+                self.scheduler.finish(request, "error")
         return grown
 
     def forget(self) -> None:
@@ -134,9 +140,12 @@ class Engine:
             pool.forget()
 
     def run(self) -> Iterator[Request]:
-        """Run steps until all requests have ended; gives each request as often as its answer becomes longer."""
+        """Run steps until all requests have ended; gives each request as often as its answer becomes longer. Raises NumericsError
+        if one cannot be answered."""
         while not self.is_idle:
-            yield from self.step()
+            for request in self.step():
+                request.check()
+                yield request
 
     def _history(self, request: Request) -> History:
         sampling, answer, allowed_V = request.sampling, request.answer, self.allowed(request)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mpar.errors import NumericsError
 from mpar.infer._choose import Chosen
 from mpar.infer._sampling import Sampling
 
@@ -52,6 +53,14 @@ class Request:
     def num_missing(self) -> int:
         """How many tokens must still be read before the next one can be chosen."""
         return len(self.tokens) - self.num_cached
+
+    def check(self) -> None:
+        """Raise NumericsError if the answer could not be made."""
+        if self.finish == "error":
+            raise NumericsError(
+                f"cannot choose the next token: the logits behind {len(self.tokens)} tokens are no finite numbers. Look for "
+                "weights that are none, or for a dtype that is too narrow for this model."
+            )
 
     def append(self, chosen: Chosen) -> None:
         """Add a token to the answer."""

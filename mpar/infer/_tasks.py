@@ -134,6 +134,10 @@ def _largest(values: Sequence[float]) -> int:
     return max(range(len(values)), key=values.__getitem__)
 
 
+def _no_text(name: str, value: object) -> str:
+    return f"{name} must be a text that is not empty: {brief(value)}"
+
+
 def _question(line: str) -> Question | str:
     """The question of a line, or what is wrong with it."""
     try:
@@ -145,7 +149,7 @@ def _question(line: str) -> Question | str:
     choices, answer = value.get("choices"), value.get("answer")
     if choices is not None:
         if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
-            return f"choices must be two texts or more: {brief(choices)}"
+            return f"choices must be two texts or more, none of them empty: {brief(choices)}"
         if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
             return f"answer must be the index of one of {len(choices)} choices: {brief(answer)}"
         return Question(value["prompt"], answer, tuple(choices))
@@ -153,7 +157,7 @@ def _question(line: str) -> Question | str:
     is_chat = value.get("chat", False)
     stops = ([] if is_chat else ["\n"]) if stop is None else stop
     if not isinstance(answer, str) or not answer.strip():
-        return f"answer must be the right text: {brief(answer)}"
+        return "it has no choices, and no `answer`, the right text" if answer is None else _no_text("answer", answer)
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
         return f"stop must be a list of texts: {brief(stop)}"
     if isinstance(count, bool) or not isinstance(count, int) or count < 1 or not isinstance(is_chat, bool):

@@ -12,7 +12,7 @@ from importlib import resources
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -30,6 +30,7 @@ from mpar.serve._worker import Job, Worker
 __all__ = ["ServeOptions", "make_app"]
 
 _MAX_BODY_BYTES = 2**26
+_LEFT = 499  # nginx: the client closed the request
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def make_app(worker: Worker, options: ServeOptions) -> Starlette:
         Route("/tokenize", server.tokenize, methods=["POST"]),
         Route("/detokenize", server.detokenize, methods=["POST"]),
     ]
-    handlers: dict[Any, Any] = {Refusal: _refuse, 404: _no_route, 405: _no_route, Exception: _fail}
+    handlers: dict[Any, Any] = {Refusal: _refuse, ClientDisconnect: _left, 404: _no_route, 405: _no_route, Exception: _fail}
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
     app.add_middleware(_OnlyWithKey, api_keys=options.api_keys)
     return app
@@ -82,6 +83,10 @@ def make_app(worker: Worker, options: ServeOptions) -> Starlette:
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
     return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    return Response(status_code=_LEFT)  # nobody reads it
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -153,7 +158,8 @@ class _Server:
         if isinstance(fields.get("messages"), list):
             tokens = await self._render(read_chat(body, self.options.sampling))
         elif isinstance(fields.get("prompt"), str):
-            tokens = self._encode(fields["prompt"], special=bool(fields.get("add_special_tokens", True)))
+            special = bool(fields.get("add_special_tokens", True))
+            tokens = await asyncio.to_thread(lambda: self._encode(fields["prompt"], special=special))
         else:
             raise Refusal(400, "the body needs a text `prompt` or `messages`", "prompt")
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._length})
@@ -178,7 +184,7 @@ class _Server:
         """Texts that go on from prompts."""
         asked = read_completion(await _body(request), self.options.sampling)
         adapter = self._adapter(asked.model)
-        prompts = [self._tokens(prompt) for prompt in asked.prompts]
+        prompts = [await asyncio.to_thread(self._tokens, prompt) for prompt in asked.prompts]
         return await self._answer(request, asked, adapter, prompts, chat=False)
 
     async def _answer(
@@ -198,7 +204,7 @@ class _Server:
         scores = asked.echo and asked.sampling.num_alternatives is not None
         job = Job(prompts, asked.sampling, asked.num_choices, scores, asyncio.get_running_loop(), adapter=adapter)
         self.worker.submit(job)
-        reply = Reply(asked, job, adapter or self.options.model, self.tokenizer.decode, chat=chat, thinks=thinks)
+        reply = Reply(asked, job, adapter or self.options.model, self.tokenizer, chat=chat, thinks=thinks)
         if asked.streams:
             return _Stream(reply, job, self.worker)
         gone = _told_of_leaving(request, job)
@@ -206,9 +212,9 @@ class _Server:
             while not reply.is_complete:
                 grown = await job.events.get()
                 if grown is None:
-                    return Response(status_code=499)
+                    return Response(status_code=_LEFT)
                 if grown.error is not None:
-                    raise Refusal(503 if self.worker.failure else 400, grown.error)
+                    raise Refusal(grown.status, grown.error)
                 reply.take(grown)
         finally:
             gone.cancel()
@@ -330,7 +336,7 @@ class _Stream(Response):
                 if grown is None:
                     return
                 if grown.error is not None:
-                    await self._send(send, Refusal(503, grown.error).body)
+                    await self._send(send, Refusal(grown.status, grown.error).body)
                     break
                 for chunk in self.reply.take(grown):
                     await self._send(send, chunk)

@@ -178,6 +178,8 @@ def _bias(value: object) -> dict[int, float]:
         raise _wrong("logit_bias", "must be an object from tokens to numbers")
     try:
         bias = {int(token): float(number) for token, number in value.items()}
+        if [str(token) for token in bias] != list(value):  # int() takes " 1", "1_0" and digits of other scripts, too
+            raise ValueError
     except (TypeError, ValueError):
         raise _wrong("logit_bias", "must be an object from tokens to numbers") from None
     if not all(-100 <= number <= 100 for number in bias.values()):

@@ -2,18 +2,16 @@
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mpar.data import Tokenizer
 from mpar.infer import Chosen
 from mpar.serve._asked import Asked
 from mpar.serve._message import MessageParser, Part
 from mpar.serve._worker import Grown, Job
 
 __all__ = ["Reply"]
-
-Decode = Callable[[Sequence[int]], str]
-
 
 @dataclass
 class _Choice:
@@ -35,8 +33,8 @@ class Reply:
     thinks: whether the prompt ends with the beginning of thoughts.
     """
 
-    def __init__(self, asked: Asked, job: Job, model: str, decode: Decode, *, chat: bool, thinks: bool = False) -> None:
-        self.asked, self.job, self.decode, self.chat = asked, job, decode, chat
+    def __init__(self, asked: Asked, job: Job, model: str, tokenizer: Tokenizer, *, chat: bool, thinks: bool = False) -> None:
+        self.asked, self.job, self.tokenizer, self.chat = asked, job, tokenizer, chat
         kind = "chat.completion" if chat else "text_completion"
         self._head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -148,23 +146,22 @@ class Reply:
             return ""
         number = index // self.job.num_choices
         prompt = self.asked.prompts[number]
-        return prompt if isinstance(prompt, str) else self.decode(self.job.prompts[number])
+        return prompt if isinstance(prompt, str) else self._decode(self.job.prompts[number])
 
     def _text_logprobs(self, chosen: Sequence[Chosen], offset: int) -> Mapping[str, object] | None:
         """The log-probabilities of tokens of a text that begins `offset` characters behind the beginning of the answer."""
         if self.job.sampling.num_alternatives is None:
             return None
-        texts = [self.decode([one.token]) for one in chosen]
         offsets = []
-        for text in texts:
+        for one in chosen:
             offsets.append(offset)
-            offset += len(text)
+            offset += len(self._decode([one.token]))
         alternatives = [
-            None if one.logprob is None else {self.decode([token]): value for token, value in reversed(one.alternatives)}
+            None if one.logprob is None else {self._name(token): value for token, value in reversed(one.alternatives)}
             for one in chosen
         ]
         return {
-            "tokens": texts,
+            "tokens": [self._name(one.token) for one in chosen],
             "token_logprobs": [one.logprob for one in chosen],
             "top_logprobs": alternatives,
             "text_offset": offsets,
@@ -179,9 +176,20 @@ class Reply:
             content.append({**self._token(one.token, one.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
+    def _decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; those that only the model has have none."""
+        return self.tokenizer.decode([token for token in tokens if token < self.tokenizer.vocab_size])
+
+    def _bytes(self, token: int) -> bytes:
+        return self.tokenizer.bytes_of(token) if token < self.tokenizer.vocab_size else b""
+
     def _token(self, token: int, logprob: float | None) -> Mapping[str, object]:
-        text = self.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": self._decode([token]), "logprob": logprob, "bytes": list(self._bytes(token))}
+
+    def _name(self, token: int) -> str:
+        """The text of a token, or its bytes where it is a part of a character: each token has a name of its own."""
+        text, content = self._decode([token]), self._bytes(token)
+        return text if text.encode() == content else "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
 def _call(part: Part) -> Mapping[str, object]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mpar.errors import ConfigError
+from mpar.errors import ConfigError, NumericsError
 from mpar.infer import Answer, Assistant, Chosen, Sampling
 from mpar.serve._refusal import Refusal
 
@@ -19,7 +19,7 @@ class Grown:
     """What has come for one choice of a job: text that is certain, the tokens, and why the answer has ended, if it has.
 
     prompt: the tokens of the prompt with their log-probabilities, which come first if they were asked for.
-    error:  why the job cannot be answered; nothing comes after it.
+    error:  why the job cannot be answered; nothing comes after it. status: that of a response which says so.
     """
 
     index: int
@@ -28,6 +28,7 @@ class Grown:
     finish: str | None = None
     prompt: Sequence[Chosen] = ()
     error: str | None = None
+    status: int = 400
 
 
 @dataclass(eq=False)
@@ -137,7 +138,7 @@ class Worker(threading.Thread):
         try:
             while self._take_commands():
                 began = time.monotonic()
-                _deliver([self._growth(answer) for answer in self.assistant.step()])
+                _deliver([self._growth(answer) for answer in self.assistant.step() if answer in self._places])
                 self.steps.steps += 1
                 self.steps.step_s += time.monotonic() - began
         except Exception as error:
@@ -153,7 +154,7 @@ class Worker(threading.Thread):
             self.failure = why
             jobs = list(self._jobs)
         for job in jobs:
-            job.tell(Grown(0, error=f"the engine has stopped: {why}"))
+            job.tell(Grown(0, error=f"the engine has stopped: {why}", status=503))
         self.on_failure()
 
     def _take_commands(self) -> bool:
@@ -178,20 +179,22 @@ class Worker(threading.Thread):
         if job.is_cancelled:
             self._jobs.pop(job, None)
             return
-        for number, tokens in enumerate(job.prompts):
-            if job.scores_prompts:
-                scores = self.assistant.score(tokens, job.sampling.num_alternatives or 0, job.adapter)
-                for choice in range(job.num_choices):
-                    job.tell(Grown(number * job.num_choices + choice, prompt=scores))
+        try:
+            for number, tokens in enumerate(job.prompts):
+                self._begin_prompt(job, number, tokens)
+        except (ConfigError, NumericsError) as error:
+            self._drop(job)
+            job.tell(Grown(0, error=str(error), status=400 if isinstance(error, ConfigError) else 500))
+
+    def _begin_prompt(self, job: Job, number: int, tokens: Sequence[int]) -> None:
+        if job.scores_prompts:
+            scores = self.assistant.score(tokens, job.sampling.num_alternatives or 0, job.adapter)
             for choice in range(job.num_choices):
-                try:
-                    answer = self.assistant.continue_tokens(tokens, job.sampling, choice, job.adapter)
-                except ConfigError as error:
-                    self._drop(job)
-                    job.tell(Grown(0, error=str(error)))
-                    return
-                self._places[answer] = (job, number * job.num_choices + choice, 0)
-            self.counts[job.adapter].prompt_tokens += len(tokens)
+                job.tell(Grown(number * job.num_choices + choice, prompt=scores))
+        for choice in range(job.num_choices):
+            answer = self.assistant.continue_tokens(tokens, job.sampling, choice, job.adapter)
+            self._places[answer] = (job, number * job.num_choices + choice, 0)
+        self.counts[job.adapter].prompt_tokens += len(tokens)
 
     def _drop(self, job: Job) -> None:
         for answer in [answer for answer, place in self._places.items() if place[0] is job]:
@@ -200,9 +203,15 @@ class Worker(threading.Thread):
         self._jobs.pop(job, None)
 
     def _growth(self, answer: Answer) -> tuple[Job, Grown]:
-        """What an answer has grown by, and of which job it is."""
+        """What an answer has grown by, and of which job it is. If it could not be made, the others of its job are given up."""
         job, index, told = self._places[answer]
         request = answer.request
+        try:
+            request.check()
+        except NumericsError as error:
+            self._end(answer, "error")
+            self._drop(job)
+            return job, Grown(index, error=str(error), status=500)
         if told == 0:
             job.num_shared += request.num_shared or 0
             self.counts[job.adapter].shared_tokens += request.num_shared or 0

@@ -8,6 +8,7 @@ import torch
 
 from mpar import adapters, models
 from mpar.adapters import LoRA
+from mpar.cli import _generate
 from mpar.cli.main import main
 from mpar.data import byte_tokenizer
 from tests.infer.test_assistant import CONFIG
@@ -173,6 +174,54 @@ def test_a_length_beyond_that_of_the_model_is_said(capsys, folder):
     """In one line, and not where the length fits."""
     assert "warning" not in ask(capsys, folder, "prompt=hi")[2]
     assert ask(capsys, folder, "prompt=hi", "length=200")[2].count("warning: length=200: the config of this model says") == 1
+
+
+def test_prompts_are_not_overwritten(capsys, folder, tmp_path):
+    """`out` must be another file than the prompts, whatever it is called."""
+    asked, linked = tmp_path / "asked.jsonl", tmp_path / "linked.jsonl"
+    asked.write_text('{"prompt": "hello"}\n')
+    linked.symlink_to(asked)
+    for out in (asked, linked, tmp_path / "." / "asked.jsonl"):
+        code, _, noted = ask(capsys, folder, f"prompts={asked}", f"out={out}")
+        assert code == 2 and "is the file of the prompts" in noted
+    assert asked.read_text() == '{"prompt": "hello"}\n'
+
+
+def test_prompts_that_do_not_fit_are_listed(capsys, folder, tmp_path):
+    """All of them, by their lines, before any answer is made."""
+    (tmp_path / "long.txt").write_text("\n".join(["ok", "a" * 900, "", "b" * 901]))
+    code, _, noted = ask(capsys, folder, f"prompts={tmp_path}/long.txt", f"out={tmp_path}/out.jsonl", "chat=false")
+    assert code != 0 and not (tmp_path / "out.jsonl").exists()
+    assert "line 2: cannot answer a prompt of 900 tokens" in noted and "line 4: cannot answer a prompt of 901" in noted
+
+
+def test_logits_that_are_no_numbers_are_an_error(capsys, folder, tmp_path):
+    """A model whose weights are damaged gives no answer."""
+    model, params = models.from_hf(folder)
+    params.head.norm_D[3] = torch.nan
+    models.to_hf(model, params, tmp_path / "hf")
+    byte_tokenizer().save(tmp_path / "hf")
+    for keys in (["prompt=hi"], ["prompt=hi", "temperature=1", "num_answers=2"]):
+        code, said, noted = ask(capsys, tmp_path / "hf", *keys)
+        assert code != 0 and not said.strip() and "no finite numbers" in noted
+
+
+def test_an_interrupt_says_what_is_there(capsys, folder, tmp_path, monkeypatch):
+    """How many answers the file has."""
+    (tmp_path / "asked.txt").write_text("a\nb\nc")
+    written, write = [], _generate._write
+
+    def interrupted(*args):
+        write(*args)
+        written.append(args)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_generate, "_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ask(capsys, folder, f"prompts={tmp_path}/asked.txt", f"out={tmp_path}/out.jsonl")
+    assert "has the first 2 of 3 answers" in capsys.readouterr().err
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
 
 
 def test_bad_lines_of_a_file_are_counted(capsys, folder, tmp_path):

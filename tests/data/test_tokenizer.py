@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from mpar import data
 from mpar.errors import DataError
+from tests.data.families import FAMILIES, backend
 
 TEXTS = [
     "",
@@ -61,6 +62,18 @@ def test_decode_can_leave_out_special_tokens(byte_tokenizer):
 def test_incomplete_bytes_decode_to_the_replacement_character(byte_tokenizer):
     """Two of the three bytes of a character are no text."""
     assert byte_tokenizer.decode([0xE4, 0xBD]) == "\ufffd"
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "mistral"])
+def test_bytes_of_tokens_are_those_of_the_text(family):
+    """Also of tokens that are parts of characters, whether bytes are characters of the vocabulary or are named."""
+    tokenizer = data.Tokenizer(backend(family), special=FAMILIES[family].special)
+    text = "answer é😀𝄞"
+    tokens = tokenizer.encode(text)
+    content = [tokenizer.bytes_of(token) for token in tokens]
+    assert b"".join(content).endswith(text.split()[1].encode())
+    assert all(0 < len(each) and b"\xef\xbf\xbd" not in each for each in content)
+    assert any(len(each) == 1 and each[0] > 127 for each in content)
 
 
 @pytest.mark.parametrize("ids", [[259], [-1], [5, 10**9]], ids=str)

@@ -1,6 +1,7 @@
 """OpenAI's own client: every call gives what its types say, streams give the same text, mistakes raise its exceptions."""
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -10,10 +11,13 @@ from contextlib import contextmanager
 import httpx
 import openai
 import pytest
+import torch
 
-from mpar.infer import Sizes
+from mpar import models
+from mpar.infer import RowRunner, Sizes
 from tests.infer.cached_tokens import CachedTokens
-from tests.serve.conftest import serving
+from tests.infer.test_assistant import CONFIG
+from tests.serve.conftest import SIZES, serving
 
 ASKED = [{"role": "user", "content": "hello"}]
 
@@ -185,6 +189,82 @@ def test_too_many_requests_are_refused_and_a_failure_ends_all():
         assert "the device is gone" in answers[0].json()["error"]["message"]
         assert httpx.get(f"{address}/health").status_code == 503
         assert ask().status_code == 503
+
+
+class Broken(RowRunner):
+    """Logits behind the token of "!", and scores of a text with it, are no numbers."""
+
+    def __init__(self) -> None:
+        model = models.build("qwen3", CONFIG)
+        super().__init__(model, model.init(0), SIZES)
+
+    def step(self, tokens_T, order_T, rows_T, *tables):
+        """See `Runner.step`."""
+        logits_RV = super().step(tokens_T, order_T, rows_T, *tables)
+        logits_RV[rows_T[tokens_T == ord("!")].unique(), 7] = torch.nan
+        return logits_RV
+
+    def scores(self, texts, *args):
+        """See `Runner.scores`."""
+        found = super().scores(texts, *args)
+        for text, each in zip(texts, found, strict=True):
+            each.logprobs_S[text[1:] == ord("!")] = torch.nan
+        return found
+
+
+def test_an_answer_that_cannot_be_made_ends_alone():
+    """Where logits are no finite numbers the status is 500, in the middle of a stream too; what else is asked goes on."""
+    with serving(Broken()) as (address, worker), ThreadPoolExecutor(4) as pool:
+
+        def ask(prompt: str, **fields: object) -> httpx.Response:
+            return httpx.post(f"{address}/v1/completions", json={"prompt": prompt, "max_tokens": 30, **fields}, timeout=30)
+
+        whole = pool.submit(ask, "ab")
+        for fields in ({}, {"n": 3}, {"logprobs": 1, "echo": True, "temperature": 1}):
+            failed = ask("ab!", **fields)
+            assert failed.status_code == 500 and "no finite numbers" in failed.json()["error"]["message"]
+        assert "no finite numbers" in ask("ab!", stream=True).text
+        assert whole.result().json()["choices"][0]["finish_reason"] in ("length", "stop")
+        assert ask("ab").json()["choices"] == whole.result().json()["choices"]
+        wait_until(lambda: worker.num_running == worker.num_waiting == 0)
+        assert not worker._jobs and not worker._places
+        assert 'finish="error"' in httpx.get(f"{address}/metrics").text
+
+
+def test_names_of_parts_of_characters(client):
+    """Tokens that are a part of a character have its byte, so that a client can put characters together."""
+    text = "é😀"
+    chat = client.chat.completions.create(
+        model="tiny", messages=ASKED, max_tokens=1, logprobs=True, logit_bias={str(text.encode()[0]): 100}
+    )
+    assert chat.choices[0].logprobs.content[0].bytes == [text.encode()[0]]
+    echoed = client.completions.create(model="tiny", prompt=text, max_tokens=1, echo=True, logprobs=5).choices[0].logprobs
+    assert echoed.tokens[: len(text.encode())] == [f"bytes:\\x{byte:02x}" for byte in text.encode()]
+    assert all(len(named) == 5 for named in echoed.top_logprobs[1:])
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body(server, caplog):
+    """Nothing is logged, and the next one is answered."""
+    address, _ = server
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+    assert httpx.post(f"{address}/v1/completions", json={"prompt": "ab", "max_tokens": 1}).status_code == 200
+    assert not caplog.records
+
+
+def test_a_very_long_text_stops_nobody(server):
+    """A prompt of a million characters is refused, and others are answered meanwhile."""
+    address, _ = server
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(lambda: httpx.post(f"{address}/v1/completions", json={"prompt": "ab" * 2**20}, timeout=60))
+        waits = []
+        while not long.done():
+            began = time.monotonic()
+            assert httpx.get(f"{address}/health").status_code == 200
+            waits.append(time.monotonic() - began)
+        assert long.result().status_code == 400 and "2097152 tokens" in long.result().json()["error"]["message"]
+    assert len(waits) > 1 and sorted(waits)[len(waits) // 2] < 0.5
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
