@@ -72,7 +72,7 @@ def test_bytes_of_tokens_are_those_of_the_text(family):
     tokens = tokenizer.encode(text)
     content = [tokenizer.bytes_of(token) for token in tokens]
     assert b"".join(content).endswith(text.split()[1].encode())
-    assert all(0 < len(each) and b"\xef\xbf\xbd" not in each for each in content)
+    assert all(len(each) > 0 and b"\xef\xbf\xbd" not in each for each in content)
     assert any(len(each) == 1 and each[0] > 127 for each in content)
 
 
