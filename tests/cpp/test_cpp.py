@@ -22,7 +22,7 @@ def fresh(monkeypatch, tmp_path):
         cpp._library.cache_clear()
         cpp.cpp_function.cache_clear()
         count.clear()
-        return cpp.cpp_function("rows", "swiglu", 4), len(count)
+        return cpp.cpp_function("rows", "swiglu_float32", 4), len(count)
 
     yield load
     cpp._library.cache_clear()
@@ -38,7 +38,8 @@ def entry(tmp_path):
 def doubled(run):
     """silu(1) * 2, by the kernel."""
     one, two, y = ((ctypes.c_float * 1)(x) for x in (1.0, 2.0, 0.0))
-    run(*map(ctypes.addressof, (one, two, y)), 1)
+    row = cpp.cpp_structure("Gated", ["rows", "size", "gate_row", "up_row"], [])(1, 1, 1, 1)
+    run(*map(ctypes.addressof, (row, one, two, y)))
     return y[0]
 
 
