@@ -1,6 +1,7 @@
 """A model that answers, in this process or on several ranks. Then this process is rank 0, and the others do what it does."""
 
 import contextlib
+import functools
 import math
 import signal
 import threading
@@ -170,6 +171,8 @@ class _Watch(threading.Thread):
 def load(config: AnswerKeys, folder: Path, notes: CompileNotes | None = None) -> tuple["Model", "Assistant"]:
     """The model and an assistant in this process, which is one of the ranks of `config`. notes: see `answering`."""
     train, answers = later("mpar.train"), later("mpar.train.answers")
+    if notes is not None:
+        later("mpar.cpp").prepare_kernels(functools.partial(notes, shown=True))
     mesh, strategy = train.make_mesh(config.mesh), train.make_strategy(config.strategy, config.mesh)
     dtype = getattr(later("torch"), config.dtype)
     return answers.load_assistant(

@@ -121,15 +121,15 @@ class CompileNotes:
         say_aside(f"warning: {text}")
 
     @contextlib.contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
-        """Stands around the work of compiling the program for `what`, in words."""
-        began = time.monotonic()
-        if self._shown:
+    def __call__(self, what: str, *, shown: bool = False) -> Iterator[None]:
+        """Stands around the work of compiling for `what`, in words. shown: print lines in any case."""
+        began, shown = time.monotonic(), shown or self._shown
+        if shown:
             say_aside(f"compiling for {what} ...")
         yield
         elapsed_s = time.monotonic() - began
         self.total_s += elapsed_s
-        if self._shown:
+        if shown:
             say_aside(f"compiled for {what} in {elapsed_s:.1f} s")
 
 

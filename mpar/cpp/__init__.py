@@ -11,7 +11,8 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from importlib import resources
 from pathlib import Path
 from typing import cast
@@ -22,7 +23,7 @@ from mpar.errors import ConfigError
 from mpar.kept_files import KeptFiles, NotUsableError
 from mpar.user_cache import user_cache
 
-__all__ = ["Address", "cpp_function", "cpp_structure"]
+__all__ = ["Address", "cpp_function", "cpp_structure", "prepare_kernels"]
 
 Address = int | None
 """Where a tensor or a structure lies in memory; None for one that is missing."""
@@ -52,40 +53,73 @@ def cpp_structure(name: str, numbers: Sequence[str], floats: Sequence[str]) -> t
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
+def prepare_kernels(compiling: Callable[[str], AbstractContextManager[None]]) -> None:
+    """Compile the kernels that are not kept, side by side. Otherwise the first op that needs one waits for it. compiling: stands
+    around the work, if there is any, and is told in words what is compiled."""
+    compiler, kept = _compiler(), _kept()
+    names = [] if compiler is None else [name.removesuffix(".cpp") for name in _sources() if name.endswith(".cpp")]
+    try:
+        missing = [name for name in names if _kept_code(_key(name, compiler or []), kept) is None]
+    except (subprocess.SubprocessError, OSError):
+        return  # who needs a kernel is told why there is none
+    if missing:
+        with compiling(f"this CPU ({', '.join(sorted(missing))}.cpp)"), ThreadPoolExecutor(len(missing)) as pool:
+            list(pool.map(_library, missing))
+
+
 @functools.cache
 def _library(name: str) -> ctypes.CDLL | None:
-    words = shlex.split(os.environ.get("CXX") or "g++")
-    compiler = [found, *words[1:]] if words and (found := shutil.which(words[0])) else None
-    if compiler is None or torch.backends.cpu.get_cpu_capability() not in _VECTORS:
+    compiler = _compiler()
+    if compiler is None:
         return None
-    files = resources.files(__package__).iterdir()
-    sources = {file.name: file.read_bytes() for file in files if file.name.endswith((".cpp", ".h"))}
     try:
-        kept = KeptFiles(user_cache() / "cpp", ".so", _MOST_ENTRIES, _MOST_BYTES)
-    except ConfigError:  # this user has no folder for caches
-        kept = None
-    try:
-        return _loaded(name, _compiled_or_kept(name, sources, compiler, kept))
+        key, kept = _key(name, compiler), _kept()
+        content = _kept_code(key, kept)
+        if content is None:
+            content = _compiled(name, _sources(), compiler)
+            if kept is not None:
+                with suppress(NotUsableError, OSError):
+                    kept.write(key, hashlib.sha256(content).digest() + content)
+        return _loaded(name, content)
     except (subprocess.SubprocessError, OSError) as error:
         said = f"cannot compile {name}.cpp with {shlex.join(compiler)}:\n{getattr(error, 'stderr', None) or error}"
         warnings.warn(f"torch's ops run in place of mpar's C++ kernels: {said}", stacklevel=2)
         return None
 
 
-def _compiled_or_kept(name: str, sources: dict[str, bytes], compiler: Sequence[str], kept: KeptFiles | None) -> bytes:
+def _compiler() -> list[str] | None:
+    """The command of the compiler; None without one, or on a CPU for which there are no kernels."""
+    words = shlex.split(os.environ.get("CXX") or "g++")
+    found = shutil.which(words[0]) if words else None
+    return None if found is None or torch.backends.cpu.get_cpu_capability() not in _VECTORS else [found, *words[1:]]
+
+
+def _sources() -> dict[str, bytes]:
+    files = resources.files(__package__).iterdir()
+    return {file.name: file.read_bytes() for file in files if file.name.endswith((".cpp", ".h"))}
+
+
+def _key(name: str, compiler: Sequence[str]) -> str:
+    """The name under which the code of a library is kept, which depends on everything that it is made of."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=_TIMEOUT_S).stdout
-    about = repr((name, sorted(sources.items()), compiler, version, _FLAGS, _cpu()))
-    key = hashlib.sha256(about.encode()).hexdigest()
+    about = repr((name, sorted(_sources().items()), compiler, version, _FLAGS, _cpu()))
+    return hashlib.sha256(about.encode()).hexdigest()
+
+
+def _kept() -> KeptFiles | None:
+    try:
+        return KeptFiles(user_cache() / "cpp", ".so", _MOST_ENTRIES, _MOST_BYTES)
+    except ConfigError:  # this user has no folder for caches
+        return None
+
+
+def _kept_code(key: str, kept: KeptFiles | None) -> bytes | None:
     if kept is not None:
         with suppress(NotUsableError, OSError):
             checksum, content = _split(kept.read(key))
             if hashlib.sha256(content).digest() == checksum:
                 return content
-    content = _compiled(name, sources, compiler)
-    if kept is not None:
-        with suppress(NotUsableError, OSError):
-            kept.write(key, hashlib.sha256(content).digest() + content)
-    return content
+    return None
 
 
 def _split(entry: bytes) -> tuple[bytes, bytes]:

@@ -1,5 +1,6 @@
 """How C++ kernels come about: compiled once, kept, made again where what is kept is damaged, left out where they cannot be."""
 
+import contextlib
 import ctypes
 import stat
 
@@ -50,6 +51,23 @@ def test_what_was_compiled_is_kept(fresh, tmp_path):
     assert not entry(tmp_path).stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     run, compiled = fresh()
     assert compiled == 0 and doubled(run) == pytest.approx(1.4621172)
+
+
+def test_all_kernels_are_prepared_once(fresh, tmp_path):
+    """What is missing is told and compiled; then nothing is."""
+    told = []
+
+    @contextlib.contextmanager
+    def compiling(what):
+        told.append(what)
+        yield
+
+    fresh()
+    cpp.prepare_kernels(compiling)
+    assert told == ["this CPU (attention, matmul, paged_attention, products.cpp)"]
+    cpp.prepare_kernels(compiling)
+    assert len(told) == 1 and len(list((tmp_path / "mpar" / "cpp").iterdir())) == 5
+    assert doubled(fresh()[0]) == pytest.approx(1.4621172)
 
 
 @pytest.mark.parametrize("damage", ["short", "empty", "a bit", "others may write"])
