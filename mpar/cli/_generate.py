@@ -258,8 +258,21 @@ def _output(config: GenerateConfig) -> Iterator[TextIO | None]:
     if config.out is None:
         yield None
     else:
-        with open(config.out, "w", encoding="utf-8") as file:
+        with _unwritable_is_named(config.out):
+            file = open(config.out, "w", encoding="utf-8")  # noqa: SIM115 (closed below, where an error is another one)
+        try:
             yield file
+        finally:
+            with _unwritable_is_named(config.out):
+                file.close()
+
+
+@contextlib.contextmanager
+def _unwritable_is_named(path: str | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}.") from None
 
 
 def _write(config: GenerateConfig, file: TextIO | None, prompt: Prompt, answer: "Answer") -> None:
@@ -268,8 +281,12 @@ def _write(config: GenerateConfig, file: TextIO | None, prompt: Prompt, answer: 
         say(answer.text.strip())
         return
     asked = {"prompt": prompt.text} if prompt.messages is None or not prompt.has_messages else {"messages": prompt.messages}
-    record = {**prompt.others, **asked, "answer": answer.text, "finish": answer.request.finish}
+    made: dict[str, object] = {"answer": answer.text, "finish": answer.request.finish}
     if config.logprobs is not None:
-        record["tokens"] = [asdict(chosen) for chosen in answer.request.chosen]
-    file.write(json.dumps(record, ensure_ascii=False) + "\n")
-    file.flush()
+        made["tokens"] = [asdict(chosen) for chosen in answer.request.chosen]
+    given = {name: value for name, value in prompt.others.items() if name in made}
+    kept = {name: value for name, value in prompt.others.items() if name not in made}
+    record = {**kept, **asked, **({"given": given} if given else {}), **made}
+    with _unwritable_is_named(config.out):
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        file.flush()

@@ -13,6 +13,7 @@ __all__ = ["draw", "kept_scores"]
 
 _QUAD = 4  # neighbours in the vocabulary whose noise is drawn together
 _SMALLEST = 2.0**-25  # takes the place of a draw of 0, whose noise would be infinite; the smallest other draw is twice that
+_SMALLEST_TEMPERATURE = 1e-6  # with lower ones scores would overflow; noise decides only between logits that are equal already
 _NOISE_RANGE = 19.5  # a little more than from the smallest noise, -log(-log(2**-25)), to the largest, -log(-log(1 - 2**-24))
 
 
@@ -36,7 +37,8 @@ def draw(logits_RV: Tensor, samplings: Sequence[Sampling], keys: Sequence[tuple[
 
 def kept_scores(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """The logits divided by the temperature, and -inf for tokens that top_k, top_p and min_p, in this order, cut off."""
-    scores_RV = logits_RV / _column([sampling.temperature for sampling in samplings], logits_RV)
+    temperatures = [max(sampling.temperature, _SMALLEST_TEMPERATURE) for sampling in samplings]
+    scores_RV = logits_RV / _column(temperatures, logits_RV)
     size = scores_RV.shape[-1]
     cuts: tuple[tuple[Callable[[Tensor, Sequence[float]], Tensor], Sequence[float]], ...] = (
         (_cut_by_count, [sampling.top_k if sampling.top_k < size else 0 for sampling in samplings]),

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mpar.errors import UnknownNameError
+from mpar.errors import ConfigError, UnknownNameError, brief
 from mpar.infer._choose import History, choose
 from mpar.infer._pages import SPARE_PAGE
 from mpar.infer._request import Request
@@ -77,7 +77,8 @@ class Engine:
         stopped: Callable[[Request], str | None] = lambda request: None,
         allowed: Callable[[Request], Tensor | None] = lambda request: None,
     ) -> None:
-        self.runner, self.eos_ids, self.stopped, self.allowed = runner, tuple(eos_ids), stopped, allowed
+        self.runner, self.stopped, self.allowed = runner, stopped, allowed
+        self.eos_ids = tuple(token for token in eos_ids if 0 <= token < runner.vocab_size)  # others never come
         self.scheduler = Scheduler(runner.sizes, shares=runner.shares_pages)
         self.num_steps = 0
         self._pages_RP = torch.full((runner.sizes.rows, runner.sizes.row_pages), SPARE_PAGE)
@@ -91,8 +92,13 @@ class Engine:
     def add(self, prompt: Sequence[int], sampling: Sampling, choice: int = 0, adapter: str | None = None) -> Request:
         """A new request, which the model answers with the adapter of this name; None: without any.
 
-        Raises ConfigError for a prompt that is empty or leaves no room for an answer, UnknownNameError for an unknown adapter.
+        Raises ConfigError for a prompt that is empty or leaves no room for an answer, or tokens that the model does not have;
+        UnknownNameError for an unknown adapter.
         """
+        outside = [token for token in (*sampling.stop_ids, *sampling.bias) if token >= self.runner.vocab_size]
+        if outside:
+            size = self.runner.vocab_size
+            raise ConfigError(f"cannot answer with the tokens {brief(outside)} in stop_ids or bias: the model has {size} tokens")
         request = Request(list(prompt), sampling, choice, self.number_of(adapter))
         self.scheduler.add(request)
         return request

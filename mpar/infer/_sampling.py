@@ -13,6 +13,10 @@ MAX_ALTERNATIVES = 20
 """The most alternatives to a token whose log-probabilities can be asked for, as in OpenAI's interface."""
 
 
+_LARGEST_TEMPERATURE = 1e30
+"""With it all tokens are equally likely; float32 holds it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How the tokens of an answer are chosen, and what ends it.
@@ -77,14 +81,15 @@ class Sampling:
 _BOUNDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "max_tokens": (lambda count: count is None or count >= 1, "must be at least 1"),
     "min_tokens": (lambda count: count >= 0, "must not be negative"),
-    "temperature": (lambda t: 0 <= t < math.inf, "must be finite and not negative"),
+    "temperature": (lambda t: 0 <= t <= _LARGEST_TEMPERATURE, f"must be between 0 and {_LARGEST_TEMPERATURE:g}"),
     "top_k": (lambda k: k >= 0, "must not be negative; 0 means all tokens"),
     "top_p": (lambda p: 0 < p <= 1, "must be above 0 and at most 1"),
     "min_p": (lambda p: 0 <= p <= 1, "must be between 0 and 1"),
-    "repetition_penalty": (lambda factor: 0 < factor < math.inf, "must be finite and positive; 1 changes nothing"),
+    "repetition_penalty": (lambda factor: 1e-6 <= factor <= 1e6, "must be between 1e-6 and 1e6; 1 changes nothing"),
     "presence_penalty": (lambda penalty: -2 <= penalty <= 2, "must be between -2 and 2"),
     "frequency_penalty": (lambda penalty: -2 <= penalty <= 2, "must be between -2 and 2"),
     "bias": (lambda bias: all(math.isfinite(b) and i >= 0 for i, b in bias.items()), "must give finite numbers by token"),
+    "stop_ids": (lambda ids: all(token >= 0 for token in ids), "has negative tokens"),
     "stop": (all, "has an empty text, which would end every answer"),
     "seed": (lambda seed: 0 <= seed < 2**63, "must be between 0 and 2**63 - 1"),
     "num_alternatives": (lambda n: n is None or 0 <= n <= MAX_ALTERNATIVES, f"must be between 0 and {MAX_ALTERNATIVES}"),

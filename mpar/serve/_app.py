@@ -106,8 +106,8 @@ class _OnlyWithKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._keys and scope["path"].startswith(("/v1", "/tokenize", "/detokenize")):
-            given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
-            if not any([hmac.compare_digest(given, key) for key in self._keys]):  # a list: all of them are compared
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not any([hmac.compare_digest(given, b"Bearer " + key) for key in self._keys]):  # a list: all of them are compared
                 refusal = Refusal(401, "the request needs one of the server's keys: Authorization: Bearer KEY")
                 await JSONResponse(refusal.body, 401)(scope, receive, send)
                 return
@@ -168,7 +168,7 @@ class _Server:
         """The text of tokens."""
         body = await _body(request)
         tokens = body.get("tokens") if isinstance(body, dict) else None
-        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise Refusal(400, "the body needs `tokens`, a list of whole numbers", "tokens")
         return JSONResponse({"prompt": _own_errors(lambda: self.tokenizer.decode(tokens))})
 
@@ -197,8 +197,10 @@ class _Server:
         chat: bool,
         thinks: bool = False,
     ) -> Response:
-        if max((*asked.sampling.bias, -1)) >= self.tokenizer.vocab_size:
-            raise Refusal(400, f"logit_bias has a token that is not below {self.tokenizer.vocab_size}", "logit_bias")
+        size = self.worker.assistant.vocab_size
+        for name, tokens in {"logit_bias": asked.sampling.bias, "stop_token_ids": asked.sampling.stop_ids}.items():
+            if max((*tokens, -1)) >= size:
+                raise Refusal(400, f"{name} has a token that is not below {size}", name)
         if asked.sampling.schema is not None:
             await asyncio.to_thread(self._check_schema, asked.sampling.schema)
         scores = asked.echo and asked.sampling.num_alternatives is not None

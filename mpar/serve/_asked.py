@@ -1,6 +1,7 @@
 """Asked: what the body of a request asks for. Every field that is known is checked; one that cannot be honoured is refused."""
 
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from mpar.serve._refusal import Refusal
 __all__ = ["Asked", "read_chat", "read_completion"]
 
 _MAX_CHOICES = 128
+_SEED_BITS = 63
 _MAX_STOPS = 16
 _ANY_OBJECT = '{"type": "object"}'
 
@@ -22,7 +24,6 @@ class Asked:
 
     prompts:        texts or tokens to continue; of a conversation one None.
     messages:       the conversation; tools: the functions that the assistant may call in it.
-    template_words: further variables of the chat template.
     echo:           the text of the prompt is part of the answer.
     with_usage:     a stream ends with the counts of tokens.
     """
@@ -58,20 +59,34 @@ _PLAIN = {
     "min_tokens": _COUNT,
 }
 """Fields of a `Sampling` that have its names in a request."""
-_NOT_DONE = {
-    "suffix": (None, ""),
-    "best_of": (None, 1),
-    "audio": (None,),
-    "modalities": (None, ["text"]),
-    "functions": (None,),
-    "function_call": (None,),
-    "prediction": (None,),
-    "use_beam_search": (None, False),
-    "continue_final_message": (None, False),
-    "guided_json": (None,),
-    "guided_regex": (None,),
+_READ = {
+    *(*_PLAIN, "model", "prompt", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "logprobs"),
+    *("top_logprobs", "echo", "n", "stream", "stream_options", "stop", "stop_token_ids", "response_format", "logit_bias"),
 }
-"""Fields that change an answer in ways that are not there yet, with the values that change nothing."""
+_ABOUT = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("request_id", "priority", "cache_salt"),
+}
+"""Fields that change no answer."""
+_NOT_DONE = {
+    "suffix": ("",),
+    "best_of": (1,),
+    "modalities": (["text"],),
+    "use_beam_search": (False,),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True, False),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "include_stop_str_in_output": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "parallel_tool_calls": (True,),
+    "chat_template_kwargs": ({},),
+    "length_penalty": (1,),
+    "typical_p": (1,),
+}
+"""Fields that change an answer in ways that are not there yet, with the values, besides null, that change nothing."""
 
 
 def read_chat(body: object, defaults: Sampling) -> Asked:
@@ -116,9 +131,9 @@ def _object(body: object) -> Mapping[str, Any]:
     """The fields of the body, none of which asks for what is not there."""
     if not isinstance(body, dict):
         raise Refusal(400, f"the body must be a JSON object, and is {brief(body)}")
-    for name, harmless in _NOT_DONE.items():
-        if name in body and body[name] not in harmless:
-            raise _wrong(name, f"={brief(body[name])} is not supported")
+    for name, value in body.items():
+        if value is not None and name not in _READ and name not in _ABOUT and value not in _NOT_DONE.get(name, ()):
+            raise _wrong(name, f"={brief(value)} is not supported")
     return body
 
 
@@ -136,7 +151,7 @@ def _asked(fields: Mapping[str, Any], prompts: Sequence[str | Sequence[int] | No
 
 def _sampling(fields: Mapping[str, Any], defaults: Sampling, max_tokens: object) -> Sampling:
     """How tokens are chosen: `defaults` with what the request says."""
-    sampling = defaults
+    sampling = replace(defaults, seed=secrets.randbits(_SEED_BITS))  # two requests that name no seed draw unlike answers
     for name, kind in _PLAIN.items():
         if fields.get(name) is not None:
             value = _field(fields, name, kind, None)
@@ -153,7 +168,7 @@ def _sampling(fields: Mapping[str, Any], defaults: Sampling, max_tokens: object)
     ids = fields.get("stop_token_ids") or ()
     if not isinstance(ids, (list, tuple)) or (ids and not _is_tokens(ids)):
         raise _wrong("stop_token_ids", "must be a list of tokens")
-    sampling = _checked(sampling, "stop", stop=tuple(stops), stop_ids=tuple(ids))
+    sampling = _checked(_checked(sampling, "stop", stop=tuple(stops)), "stop_token_ids", stop_ids=tuple(ids))
     sampling = _checked(sampling, "response_format", schema=_schema(fields.get("response_format")))
     return _checked(sampling, "logit_bias", bias=_bias(fields.get("logit_bias") or {}))
 

@@ -107,10 +107,13 @@ class Worker(threading.Thread):
         """Begin a job; called by the event loop. Raises Refusal if too many wait, a prompt does not fit, or the engine failed."""
         count = len(job.prompts) * job.num_choices
         self._check_runs()
+        sizes = self.assistant.engine.runner.sizes
+        if count > self.max_waiting + sizes.rows:
+            most = self.max_waiting + sizes.rows
+            raise Refusal(400, f"the request asks for {count} answers; at most {most} may be made or wait at a time", "prompt")
         if self.num_waiting + count > self.max_waiting and self.num_waiting:
             self.steps.refused += 1
             raise Refusal(429, f"{self.num_waiting} answers wait already, of at most {self.max_waiting}", retry_after_s=1)
-        sizes = self.assistant.engine.runner.sizes
         for tokens in job.prompts:
             if len(tokens) >= sizes.length:
                 raise Refusal(400, f"the prompt has {len(tokens)} tokens; it and the answer may have {sizes.length}", "prompt")

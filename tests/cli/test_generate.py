@@ -176,6 +176,22 @@ def test_a_length_beyond_that_of_the_model_is_said(capsys, folder):
     assert ask(capsys, folder, "prompt=hi", "length=200")[2].count("warning: length=200: the config of this model says") == 1
 
 
+def test_what_a_line_has_is_kept(capsys, folder, tmp_path):
+    """Also where it has the names that results have."""
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "hello", "answer": "world", "id": 1}\n')
+    ask(capsys, folder, f"prompts={tmp_path}/asked.jsonl", f"out={tmp_path}/out.jsonl")
+    (record,) = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert record["given"] == {"answer": "world"} and record["id"] == 1 and record["answer"] != "world"
+
+
+def test_a_file_that_cannot_be_written_is_named(capsys, folder, tmp_path):
+    """When it is opened, or later."""
+    (tmp_path / "asked.txt").write_text("a\nb")
+    for out, why in (("/dev/full", "No space left"), (str(tmp_path), "Is a directory")):
+        code, _, noted = ask(capsys, folder, f"prompts={tmp_path}/asked.txt", f"out={out}")
+        assert code != 0 and f"cannot write {out}: {why}" in noted
+
+
 def test_prompts_are_not_overwritten(capsys, folder, tmp_path):
     """`out` must be another file than the prompts, whatever it is called."""
     asked, linked = tmp_path / "asked.jsonl", tmp_path / "linked.jsonl"

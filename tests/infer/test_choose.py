@@ -151,6 +151,26 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-38, 1e-45, 1e-320])
+def test_the_smallest_temperatures_are_greedy(temperature):
+    """Scores do not overflow."""
+    large = logits(0) * 100
+    large[7] = large.max() + 1
+    rows = [History([1], [], Sampling(temperature=temperature, seed=seed)) for seed in range(20)]
+    assert {chosen.token for chosen in choose(large.expand(20, -1), rows)} == {7}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"temperature": 10**400}, {"repetition_penalty": 10**400}, {"repetition_penalty": 1e-300}, {"stop_ids": (-1,)}],
+    ids=str,
+)
+def test_values_that_no_tensor_holds_are_refused(values):
+    """When a sampling is made, not when a token is chosen."""
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        Sampling(**values)
+
+
 def test_impossible_values_are_refused_together():
     """Each is named with what it must be."""
     with pytest.raises(ConfigError) as raised:

@@ -243,6 +243,26 @@ def test_names_of_parts_of_characters(client):
     assert all(len(named) == 5 for named in echoed.top_logprobs[1:])
 
 
+def test_requests_without_a_seed_draw_unlike_answers(client):
+    """One with a seed always has the same."""
+    ask = lambda **how: client.completions.create(model="tiny", prompt="ab", max_tokens=20, temperature=1, **how).choices[0].text  # noqa: E731
+    assert len({ask() for _ in range(4)}) == 4
+    assert len({ask(seed=3) for _ in range(2)}) == 1
+
+
+def test_fields_that_change_nothing_are_taken(client):
+    """As clients of OpenAI and of other servers send them."""
+    extra = {"skip_special_tokens": True, "chat_template_kwargs": {}, "best_of": None, "parallel_tool_calls": True}
+    client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=1, user="me", metadata={"a": "b"}, extra_body=extra)
+
+
+def test_one_request_may_not_ask_for_more_than_can_wait(server):
+    """It is refused: to try again later would not help."""
+    body = {"prompt": ["a"] * 100, "max_tokens": 1}
+    response = httpx.post(f"{server[0]}/v1/completions", json=body)
+    assert response.status_code == 400 and "asks for 100 answers" in response.json()["error"]["message"]
+
+
 def test_a_client_that_leaves_in_the_middle_of_its_body(server, caplog):
     """Nothing is logged, and the next one is answered."""
     address, _ = server

@@ -17,7 +17,10 @@ WRONG = {
     "repetition_penalty": [0, -1, "x"],
     "seed": [-1, 1.5, "x", 2**64],
     "stop": [3, [3], [""], [["x"]], ["a"] * 20],
-    "stop_token_ids": [3, ["x"], [1.5]],
+    "stop_token_ids": [3, ["x"], [1.5], [5000], [-1], [-601], [10**30]],
+    "no_such_field": [3],
+    "chat_template_kwargs": [{"enable_thinking": False}],
+    "allowed_token_ids": [[3]],
     "logit_bias": [
         *(3, [1], {"x": 1}, {"1": "x"}, {"1": 101}, {"-4": 1}, {"99999": 1}),
         *({" 65": 1}, {"6_5": 1}, {"\u0666\u0665": 1}),
