@@ -4,12 +4,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import uvicorn
 
 from mpar import models
+from mpar.cpp import prepare_kernels
 from mpar.data import byte_tokenizer
 from mpar.infer import Assistant, RowRunner, Sampling, Sizes
 from mpar.serve import ServeOptions, Worker, make_app
@@ -37,6 +38,12 @@ def serving(runner, *, max_waiting: int = 64, api_keys: tuple[str, ...] = ()) ->
         worker.join()
         listener.close()
         worker.assistant.tokenizer.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels() -> None:
+    """Clients do not wait until kernels are compiled."""
+    prepare_kernels(lambda what: nullcontext())
 
 
 @pytest.fixture(scope="session")
