@@ -130,9 +130,10 @@ void multiply_columns(const Call& call, const float* x, const T* w, int64_t coun
 // The same for ROWS rows at a time; `x` and `y` are those behind them then.
 template <int64_t ROWS, int64_t COLUMNS, typename T>
 void multiply_rows_of_columns(Call& call, const float*& x, const T* w, int64_t count, int64_t distance, T*& y) {
+  const bool ends = call.inner % PAIR != 0;
   for (; call.rows >= ROWS; call.rows -= ROWS, x += ROWS * call.x_row, y += ROWS * call.y_row)
     for (int64_t c = 0; c < count; c += COLUMNS) {
-      const auto multiply = call.inner % PAIR == 0 ? multiply_columns<ROWS, COLUMNS, false, T> : multiply_columns<ROWS, COLUMNS, true, T>;
+      const auto multiply = ends ? multiply_columns<ROWS, COLUMNS, true, T> : multiply_columns<ROWS, COLUMNS, false, T>;
       multiply(call, x, w + c * distance * call.w_step, count - c, distance, y + c * distance);
     }
 }

@@ -134,10 +134,6 @@ def _largest(values: Sequence[float]) -> int:
     return max(range(len(values)), key=values.__getitem__)
 
 
-def _no_text(name: str, value: object) -> str:
-    return f"{name} must be a text that is not empty: {brief(value)}"
-
-
 def _question(line: str) -> Question | str:
     """The question of a line, or what is wrong with it."""
     try:
@@ -157,7 +153,8 @@ def _question(line: str) -> Question | str:
     is_chat = value.get("chat", False)
     stops = ([] if is_chat else ["\n"]) if stop is None else stop
     if not isinstance(answer, str) or not answer.strip():
-        return "it has no choices, and no `answer`, the right text" if answer is None else _no_text("answer", answer)
+        wrong = f"answer must be a text that is not empty: {brief(answer)}"
+        return "it has no choices, and no `answer`, the right text" if answer is None else wrong
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
         return f"stop must be a list of texts: {brief(stop)}"
     if isinstance(count, bool) or not isinstance(count, int) or count < 1 or not isinstance(is_chat, bool):
