@@ -28,6 +28,11 @@ __all__ = ["cases", "main", "measure"]
 
 Call = Callable[[], Sequence[Tensor]]
 HEADS, KV_HEADS, SIZE, PAGE, BEFORE = 8, 4, 32, 16, 100
+KERNELS = [
+    *((_rows, "cpp_function"), (_flash, "cpp_function"), (_few_tokens, "_plan")),
+    *((_product, "matmul"), (_product, "few_rows"), (_einsum, "matmul")),
+]
+"""The functions that find kernels, or compute with them, by their modules; each gives None where there is none."""
 LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
@@ -127,8 +132,7 @@ def _by_torch(call: Call) -> tuple[Sequence[Tensor], float]:
 @contextmanager
 def _without_kernels() -> Iterator[None]:
     with ExitStack() as stack:
-        kernels = [(_rows, "cpp_function"), (_flash, "cpp_function"), (_few_tokens, "_plan"), (_product, "matmul")]
-        for module, name in [*kernels, (_product, "few_rows"), (_einsum, "matmul")]:
+        for module, name in KERNELS:
             stack.enter_context(mock.patch.object(module, name, lambda *_, **__: None))
         yield
 

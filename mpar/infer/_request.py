@@ -59,7 +59,7 @@ class Request:
         if self.finish == "error":
             raise NumericsError(
                 f"cannot choose the next token: the logits behind {len(self.tokens)} tokens are no finite numbers. Look for "
-                "weights that are none, or for a dtype that is too narrow for this model."
+                "NaN in the weights, or compute in a wider dtype."
             )
 
     def append(self, chosen: Chosen) -> None:

@@ -75,7 +75,6 @@ _NOT_DONE = {
     "use_beam_search": (False,),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
-    "add_special_tokens": (True, False),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
     "include_stop_str_in_output": (False,),

@@ -253,7 +253,9 @@ def test_requests_without_a_seed_draw_unlike_answers(client):
 def test_fields_that_change_nothing_are_taken(client):
     """As clients of OpenAI and of other servers send them."""
     extra = {"skip_special_tokens": True, "chat_template_kwargs": {}, "best_of": None, "parallel_tool_calls": True}
-    client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=1, user="me", metadata={"a": "b"}, extra_body=extra)
+    how = {"model": "tiny", "messages": ASKED, "max_tokens": 9}
+    found = client.chat.completions.create(**how, user="me", metadata={"a": "b"}, extra_body=extra)
+    assert found.choices == client.chat.completions.create(**how).choices
 
 
 def test_one_request_may_not_ask_for_more_than_can_wait(server):
