@@ -7,6 +7,8 @@ import contextlib
 import functools
 import importlib
 import logging
+import os
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -184,6 +186,8 @@ def inductor_compile(
     config: Any = importlib.import_module("torch._inductor.config")
     keys: Any = importlib.import_module("torch.compiler.config")
     errors: Any = importlib.import_module("torch._inductor.exc")
+    folder: Any = importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    _remove_damaged_libraries(folder.cache_dir())
     for op, function in opaque.items():
         _call_directly(op, function)
     try:
@@ -198,6 +202,27 @@ def inductor_compile(
             f"cannot compile with execution='inductor': the C++ compiler {failed.cmd[0]} has failed:\n  {said}\n"
             "Mend its installation, or name another one in the environment variable CXX, or use execution='eager'."
         ) from None
+
+
+@functools.cache
+def _remove_damaged_libraries(folder: str) -> None:
+    """Remove from Inductor's folder what a compiler had not finished when it was killed. Inductor loads a library that is there
+    without a look at it; the small one by which it finds out what the CPU has would make it write code that does not compile."""
+    locks: Any = importlib.import_module("torch.utils._filelock")
+    for path in Path(folder).glob("*/*.so"):
+        with contextlib.suppress(OSError):  # others remove files, too, and who holds the lock is just compiling this one
+            if not _is_complete(path):
+                with locks.FileLock(Path(folder, "locks", f"{path.name.split('.')[0]}.lock"), timeout=0):
+                    if not _is_complete(path):
+                        path.unlink()
+
+
+def _is_complete(library: Path) -> bool:
+    """Whether an ELF file reaches as far as its header says, where the table of its sections is the last."""
+    with library.open("rb") as file:
+        header, size = file.read(64), os.fstat(file.fileno()).st_size
+    begin, (width, count) = int.from_bytes(header[40:48], "little"), struct.unpack("<HH", header[58:62].ljust(4, b"\0"))
+    return header.startswith(b"\x7fELF") and 0 < begin <= size - width * count
 
 
 @functools.cache

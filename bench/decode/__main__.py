@@ -1,6 +1,7 @@
 """`python -m bench.decode`."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -23,6 +24,7 @@ def main() -> int:
     parser.add_argument("--passes", type=int, default=7, help="how often each variant is timed")
     parser.add_argument("--out", type=Path, default=RESULTS / "decode.jsonl")
     args = parser.parse_args()
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as mpar's commands do; it holds for all variants
     torch.set_num_threads(args.threads)
     workloads = {name: each for name, each in WORKLOADS[args.config].items() if not args.cases or name in args.cases}
     names = [*args.variants, *([CEILING] if args.llama_cpp else [])]

@@ -176,7 +176,7 @@ def _begin(
 ) -> "Answer":
     if prompt.messages is None:
         return assistant.continue_text(prompt.text, sampling, choice, adapter)
-    return assistant.reply(prompt.messages, sampling, choice, adapter=adapter)
+    return assistant.reply(prompt.messages, sampling, choice, prompt.tools, adapter)
 
 
 def _stream(answer: "Answer", assistant: "Assistant") -> str:

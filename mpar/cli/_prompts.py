@@ -19,7 +19,7 @@ class Prompt:
     """Something to answer.
 
     text:         what is asked, or continued. messages: the conversation that ends with it; None: the text is continued as it is.
-    has_messages: whether the file has the conversation, and not the text alone.
+    has_messages: whether the file has the conversation, and not the text alone. tools: the functions that may be called in it.
     others:       the other values that its line in the file has; they are written beside the answer.
     line:         the number of that line, from 1 on.
     """
@@ -29,6 +29,7 @@ class Prompt:
     has_messages: bool = False
     others: Mapping[str, object] = field(default_factory=dict)
     line: int = 0
+    tools: Sequence[object] | None = None
 
 
 def read_prompts(path: Path, system: Sequence[Mapping[str, object]], *, chat: bool) -> list[Prompt]:
@@ -76,9 +77,12 @@ def _of_json(line: str, system: Sequence[Mapping[str, object]], *, chat: bool) -
     if not isinstance(value, dict):
         return f"it is {brief(value)}, no object with a prompt or messages"
     messages, text = value.get("messages"), value.get("prompt")
+    tools = value.get("tools") if chat else None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        return f"tools must be a list of objects, and is {brief(tools)}"
     others = {name: item for name, item in value.items() if name not in ("messages", "prompt")}
     if isinstance(text, str) and messages is None:
-        return Prompt(text, _of_text(text, system, chat=chat).messages, others=others)
+        return Prompt(text, _of_text(text, system, chat=chat).messages, others=others, tools=tools)
     if messages is None:
         return "it has neither a text `prompt` nor `messages`"
     fits = (
@@ -89,4 +93,4 @@ def _of_json(line: str, system: Sequence[Mapping[str, object]], *, chat: bool) -
     if not chat:
         return "it has messages, which need chat=true"
     begins = [] if messages[0]["role"] in ("system", "developer") else list(system)
-    return Prompt(str(messages[-1].get("content")), [*begins, *messages], has_messages=True, others=others)
+    return Prompt(str(messages[-1].get("content")), [*begins, *messages], has_messages=True, others=others, tools=tools)

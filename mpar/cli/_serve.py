@@ -93,7 +93,9 @@ def _listen(host: str, port: int) -> socket.socket:
     """A socket that listens there. Raises ConfigError with the reason if that is not possible."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=1024)
+        listener = socket.create_server((host, port), family=family, backlog=1024)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else the end of an answer waits 40 ms
+        return listener
     except OSError as error:
         raise ConfigError(
             f"cannot listen at {host}:{port}: {error.strerror or error}. Choose another port=, or port=0 for a free one."

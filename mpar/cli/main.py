@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_working_directory()
         if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # torch's own choice is a folder in /tmp that everybody can guess
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(user_cache() / "inductor")
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch's: tensors of 2 MB lie in large pages, which are read faster
         with signals_stop():
             return importlib.import_module(_module(args[0])).main(args[1:])
     except MparError as error:

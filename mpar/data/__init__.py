@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mpar.data._token_weights import TokenWeights
     from mpar.data._tokenizer import Tokenizer, byte_tokenizer
     from mpar.data.reading import find_sources
-    from mpar.data.rows import MESSAGES, BadRow
+    from mpar.data.rows import MESSAGES, BadRow, conversation
 
 _HOME = {
     "Answers": "_answers",
@@ -44,6 +44,7 @@ _HOME = {
     "write_malformed": "_malformed",
     "MESSAGES": "rows",
     "BadRow": "rows",
+    "conversation": "rows",
     "find_sources": "reading",
     "stream_report": "_cursor",
     "StreamBatches": "_stream_batches",
@@ -78,6 +79,7 @@ __all__ = [
     "TokenWeights",
     "Tokenizer",
     "byte_tokenizer",
+    "conversation",
     "data_stats",
     "find_sources",
     "load_dataset",

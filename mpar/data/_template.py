@@ -32,6 +32,7 @@ Conversation = tuple[Sequence[Message], Sequence[object] | None]
 _MAX_SOURCE = 2**18  # characters; the longest template that is published has thirty thousand
 _BATCH_BYTES = 2**20
 _WEIGHTS = ("loss", "weight", "loss_scale", "weights")  # of messages, which are not for templates
+_GIVEN = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 _PROGRAM = "import sys; sys.path.append(sys.argv[1]); from mpar.data._template_process import main; main()"
 
 
@@ -71,12 +72,15 @@ class ChatTemplate:
         if len(source) > _MAX_SOURCE:
             raise TemplateError(f"cannot use {name}: it has {len(source):,} characters, and at most {_MAX_SOURCE:,} are read.")
         try:
-            parsed = make_environment(date).parse(source)  # which evaluates no expression
-            self.reads_tools = any(name.name == "tools" and name.ctx == "load" for name in parsed.find_all(jinja2.nodes.Name))
+            environment = make_environment(date)
+            parsed = environment.parse(source)  # which evaluates no expression
+            read = {name.name for name in parsed.find_all(jinja2.nodes.Name) if name.ctx == "load"}
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"cannot compile {name}: line {error.lineno}: {error.message}") from error
         except (RecursionError, ValueError, OverflowError) as error:  # the latter two from numbers of thousands of digits
             raise TemplateError(f"cannot compile {name}: {error}") from None
+        self.reads_tools = "tools" in read
+        self._free = read - _GIVEN - set(variables) - set(environment.globals)
         self._described = {
             "source": source,
             "variables": dict(variables),
@@ -88,9 +92,16 @@ class ChatTemplate:
         self._finalizer: weakref.finalize | None = None
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Sequence[object] | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[object] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
         """The text of a conversation. `add_generation_prompt` adds the text that comes before the assistant's next answer.
+
+        variables: what the template reads besides, such as `enable_thinking`; DataError is raised for one that it does not read.
 
         Raises RenderError if the template refuses the messages, TemplateError if it cannot be used.
         """
@@ -99,7 +110,11 @@ class ChatTemplate:
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
+            "variables": dict(variables or {}),
         }
+        wrong = sorted(set(variables or {}) - self._free)
+        if wrong:
+            raise DataError(f"{self.name} reads no {', '.join(wrong)}; its variables are {', '.join(sorted(self._free))}")
         value = next(self._ask([request]))
         if isinstance(value, RenderError):
             raise value

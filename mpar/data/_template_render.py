@@ -79,14 +79,15 @@ class Template:
         tools: Sequence[object] | None,
         add_generation_prompt: bool,
         marks: tuple[str, str] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The text of a conversation. Keys of messages that are null are left out, and the thoughts of an answer have all names
-        that templates know them by, as in transformers. Raises Refused.
+        """The text of a conversation. variables: what the template may read besides. Keys of messages that are null are left out,
+        and the thoughts of an answer have all names that templates know them by, as in transformers. Raises Refused.
         """
         shown = [_shown(message) for message in messages]
         try:
             return self._template.render(
-                {**self._variables, _MARKS: marks},
+                {**(variables or {}), **self._variables, _MARKS: marks},
                 messages=shown,
                 tools=tools,
                 documents=None,

@@ -191,16 +191,29 @@ class Tokenizer:
         return bytes(map(BYTE_NAMES.index, piece)) if set(piece) <= set(BYTE_NAMES) else text.encode()
 
     def render_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Sequence[object] | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[object] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The text of a conversation. Raises TemplateError without a chat template, RenderError if it refuses the messages."""
-        return self._require_template().render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        """The text of a conversation; variables: see `ChatTemplate.render`. Raises TemplateError without a chat template,
+        RenderError if it refuses the messages."""
+        template = self._require_template()
+        return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
 
     def apply_chat_template(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Sequence[object] | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[object] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> list[int]:
         """The ids of the text that `render_chat` gives. No special tokens are added."""
-        return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools))
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
+        return self.encode(text)
 
     def encode_reply(self, messages: Sequence[Message], end_id: int) -> list[int]:
         """The ids behind an answer, which the token `end_id` has ended, if the conversation goes on with `messages`: up to where

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpar.data import Tokenizer
-from mpar.errors import ConfigError, NumericsError
+from mpar.data import Tokenizer, conversation
+from mpar.errors import ConfigError, DataError, NumericsError
 from mpar.infer._choose import Chosen
 from mpar.infer._engine import Engine, Runner
 from mpar.infer._grammar import Grammar, Grammars
@@ -80,10 +80,29 @@ class Assistant:
         tools: Sequence[object] | None = None,
         adapter: str | None = None,
     ) -> Answer:
-        """The assistant's answer to a conversation. Raises TemplateError or RenderError as `Tokenizer.apply_chat_template`.
-        adapter: see `Engine.add`."""
-        tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tools=tools)
-        return self.continue_tokens(tokens, sampling, choice, adapter)
+        """The assistant's answer to a conversation. Raises as `render`. adapter: see `Engine.add`."""
+        return self.continue_tokens(self.render(messages, tools), sampling, choice, adapter)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[object] | None = None,
+        variables: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        """The tokens of a conversation, rendered as in training, up to where the assistant's answer begins.
+        variables: see `ChatTemplate.render`.
+
+        Raises DataError if a message cannot be used, or if the template would leave the tools out, and the model would answer as
+        if there were none; TemplateError or RenderError as `Tokenizer.apply_chat_template`.
+        """
+        template = self.tokenizer.template
+        if tools and template is not None and not template.reads_tools:
+            raise DataError(
+                f"tools cannot be called: {template.name} shows none to the model. Leave them out, or take a model whose "
+                "template reads tools"
+            )
+        said = conversation(messages)
+        return self.tokenizer.apply_chat_template(said, add_generation_prompt=True, tools=tools or None, variables=variables)
 
     def continue_tokens(
         self, tokens: Sequence[int], sampling: Sampling, choice: int = 0, adapter: str | None = None

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import difflib
+import functools
 import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -77,6 +79,7 @@ def make_app(worker: Worker, options: ServeOptions) -> Starlette:
     handlers: dict[Any, Any] = {Refusal: _refuse, ClientDisconnect: _left, 404: _no_route, 405: _no_route, Exception: _fail}
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
     app.add_middleware(_OnlyWithKey, api_keys=options.api_keys)
+    app.add_middleware(_OnlyOwnPages)
     return app
 
 
@@ -114,13 +117,31 @@ class _OnlyWithKey:
         await self.app(scope, receive, send)
 
 
+class _OnlyOwnPages:
+    """Refuses what a page of another site asks a visitor's browser to send: it could not read the answer, but make work."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope.get("headers", ()))
+        origin, host = (headers.get(name, b"").decode("latin-1") for name in (b"origin", b"host"))
+        if scope["type"] == "http" and origin and origin.partition("://")[2] != host:
+            refusal = Refusal(
+                403, f"a page of {origin} asks the server {host}: a proxy between them must pass the header Host as it comes"
+            )
+            await JSONResponse(refusal.body, 403)(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+
 class _Server:
     """The handlers of all routes."""
 
     def __init__(self, worker: Worker, options: ServeOptions) -> None:
         self.worker, self.options = worker, options
         self.tokenizer: Tokenizer = worker.assistant.tokenizer
-        self._renders = asyncio.Lock()  # the template's process answers one question at a time
+        self._renders = ThreadPoolExecutor(1)  # the template's process answers the thread that started it, one question at a time
         self._began = int(time.time())
 
     async def page(self, request: Request) -> Response:
@@ -231,21 +252,12 @@ class _Server:
             raise Refusal(400, str(error), "response_format") from None
 
     async def _render(self, asked: Asked) -> list[int]:
-        """The tokens of a conversation, up to where the assistant's answer begins. Tools that the template would leave out are
-        refused: the model would answer as if there were none."""
+        """The tokens of a conversation, up to where the assistant's answer begins."""
         template = self.tokenizer.template
-        if asked.tools is not None and template is not None and not template.reads_tools:
-            raise Refusal(
-                400,
-                f"tools cannot be called: {template.name} shows none to the model. Leave them out, set tool_choice to none, or "
-                "serve a model whose template reads tools",
-                "tools",
-            )
-        async with self._renders:
-            return await asyncio.to_thread(
-                _own_errors,
-                lambda: self.tokenizer.apply_chat_template(asked.messages, add_generation_prompt=True, tools=asked.tools),
-            )
+        field = "chat_template_kwargs" if asked.template_variables else "messages"
+        field = "tools" if asked.tools and template is not None and not template.reads_tools else field
+        render = functools.partial(self.worker.assistant.render, asked.messages, asked.tools, asked.template_variables)
+        return await asyncio.get_running_loop().run_in_executor(self._renders, _own_errors, render, field)
 
     def _tokens(self, prompt: str | Sequence[int] | None) -> Sequence[int]:
         """The tokens of a prompt; an empty text is the token that begins a text."""
@@ -299,14 +311,14 @@ async def _body(request: Request) -> object:
         raise Refusal(400, f"the body is no JSON: {error}") from None
 
 
-def _own_errors(work: Callable[[], Any]) -> Any:
-    """What `work` returns; what mpar refuses in it is the client's mistake."""
+def _own_errors(work: Callable[[], Any], param: str | None = None) -> Any:
+    """What `work` returns; what mpar refuses in it is the client's mistake, in the field `param`."""
     try:
         return work()
     except Refusal:
         raise
     except MparError as error:
-        raise Refusal(400, str(error)) from None
+        raise Refusal(400, str(error), param) from None
 
 
 def _told_of_leaving(request: Request, job: Job) -> asyncio.Task[None]:

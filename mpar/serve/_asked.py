@@ -3,7 +3,7 @@
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mpar.errors import ConfigError, brief
@@ -24,6 +24,7 @@ class Asked:
 
     prompts:        texts or tokens to continue; of a conversation one None.
     messages:       the conversation; tools: the functions that the assistant may call in it.
+    template_variables: what the chat template reads besides, such as `enable_thinking`.
     echo:           the text of the prompt is part of the answer.
     with_usage:     a stream ends with the counts of tokens.
     """
@@ -36,15 +37,17 @@ class Asked:
     with_usage: bool
     messages: Sequence[Mapping[str, object]] = ()
     tools: Sequence[Mapping[str, object]] | None = None
+    template_variables: Mapping[str, object] = field(default_factory=dict)
     echo: bool = False
 
 
-_NUMBER, _COUNT, _SWITCH, _TEXT = "a number", "a whole number", "true or false", "a text"
+_NUMBER, _COUNT, _SWITCH, _TEXT, _OBJECT = "a number", "a whole number", "true or false", "a text", "an object"
 _KINDS: Mapping[str, Callable[[object], bool]] = {
     _NUMBER: lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
     _COUNT: lambda value: isinstance(value, int) and not isinstance(value, bool),
     _SWITCH: lambda value: isinstance(value, bool),
     _TEXT: lambda value: isinstance(value, str),
+    _OBJECT: lambda value: isinstance(value, dict),
 }
 _PLAIN = {
     "temperature": _NUMBER,
@@ -62,6 +65,7 @@ _PLAIN = {
 _READ = {
     *(*_PLAIN, "model", "prompt", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "logprobs"),
     *("top_logprobs", "echo", "n", "stream", "stream_options", "stop", "stop_token_ids", "response_format", "logit_bias"),
+    "chat_template_kwargs",
 }
 _ABOUT = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
@@ -81,7 +85,6 @@ _NOT_DONE = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "parallel_tool_calls": (True,),
-    "chat_template_kwargs": ({},),
     "length_penalty": (1,),
     "typical_p": (1,),
 }
@@ -92,8 +95,8 @@ def read_chat(body: object, defaults: Sampling) -> Asked:
     """What a body for /v1/chat/completions asks for. Raises Refusal with the field that is wrong."""
     fields = _object(body)
     messages, tools, choice = fields.get("messages"), fields.get("tools"), fields.get("tool_choice")
-    if not isinstance(messages, list) or not messages:
-        raise _wrong("messages", "must be a list with at least one message")
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+        raise _wrong("messages", "must be a list with at least one message, which is an object with a role and a content")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise _wrong("tools", "must be a list of objects")
     if choice not in (None, "none", "auto"):
@@ -104,9 +107,9 @@ def read_chat(body: object, defaults: Sampling) -> Asked:
         sampling = _checked(sampling, "top_logprobs", num_alternatives=alternatives)
     elif fields.get("top_logprobs"):
         raise _wrong("top_logprobs", "needs logprobs=true")
-    checked = [_message(message, index) for index, message in enumerate(messages)]
-    asked = _asked(fields, [None], sampling)
-    return replace(asked, messages=checked, tools=None if choice == "none" else tools or None)
+    variables = _field(fields, "chat_template_kwargs", _OBJECT, {})
+    shown = None if choice == "none" else tools or None
+    return replace(_asked(fields, [None], sampling), messages=messages, tools=shown, template_variables=variables)
 
 
 def read_completion(body: object, defaults: Sampling) -> Asked:
@@ -199,25 +202,6 @@ def _bias(value: object) -> dict[int, float]:
     if not all(-100 <= number <= 100 for number in bias.values()):
         raise _wrong("logit_bias", "must have numbers between -100 and 100")
     return bias
-
-
-def _message(message: object, index: int) -> Mapping[str, object]:
-    """A message whose content is a text: parts of text are joined."""
-    where = f"messages[{index}]"
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise _wrong(where, "must be an object with a role")
-    content = message.get("content")
-    if content is None and not message.get("tool_calls"):
-        raise _wrong(f"{where}.content", "is missing")
-    if isinstance(content, list):
-        if not all(
-            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
-        ):
-            raise _wrong(f"{where}.content", "has parts that are no text; images and sound are not supported")
-        return {**message, "content": "".join(part["text"] for part in content)}
-    if content is not None and not isinstance(content, str):
-        raise _wrong(f"{where}.content", f"must be a text or a list of parts, and is {brief(content)}")
-    return message
 
 
 def _field(fields: Mapping[str, Any], name: str, kind: str, default: Any) -> Any:

@@ -184,6 +184,15 @@ def test_what_a_line_has_is_kept(capsys, folder, tmp_path):
     assert record["given"] == {"answer": "world"} and record["id"] == 1 and record["answer"] != "world"
 
 
+def test_tools_of_a_line_are_shown(capsys, folder, tmp_path):
+    """Or refused, where the template shows none to the model."""
+    lines = [{"prompt": "hello", "tools": 3}, {"prompt": "hello", "tools": [{"type": "function", "function": {"name": "add"}}]}]
+    for line, problem in zip(lines, ("tools must be a list", "tools cannot be called"), strict=True):
+        (tmp_path / "asked.jsonl").write_text(json.dumps(line))
+        code, said, noted = ask(capsys, folder, f"prompts={tmp_path}/asked.jsonl")
+        assert code != 0 and said == "" and "line 1: " in noted and problem in noted
+
+
 def test_a_file_that_cannot_be_written_is_named(capsys, folder, tmp_path):
     """When it is opened, or later."""
     (tmp_path / "asked.txt").write_text("a\nb")

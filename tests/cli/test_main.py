@@ -56,6 +56,19 @@ def test_a_working_directory_that_is_gone_is_told(tmp_path):
     assert "the working directory does not exist any more" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_tensors_lie_in_large_pages():
+    """torch takes them where the system has them on demand."""
+    offered = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    code = (
+        "from mpar.cli import main; main.main(['data', '--help']); import torch; x = torch.ones(2**24); "
+        "print([line for line in open('/proc/self/smaps_rollup') if 'AnonHuge' in line][0].split()[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    is_offered = offered.exists() and "[never]" not in offered.read_text()
+    assert (int(done.stdout.split()[-1]) >= 2**26 / 2**10 / 2) == is_offered
+
+
 def test_nobody_reads_the_output_any_more(tmp_path):
     """`| head` ends the command as it ends others, in silence."""
     done = run_shell("MPAR train --help | true", tmp_path)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from mpar.cli._serve import _listen
 from mpar.cli.main import main
 from mpar.infer import Sampling
 from mpar.train.answers import load_assistant
@@ -69,6 +70,16 @@ def test_a_signal_lets_answers_come_to_their_end(folder, mesh, number):
         assert process.wait(timeout=30) == 128 + number
         assert not any(map(is_there, ranks))
         assert "Traceback" not in process.stderr.read()
+
+
+def test_answers_on_one_connection_do_not_wait():
+    """What the kernel would hold back until the client acknowledges what came before, for 40 ms, is sent at once."""
+    with (
+        _listen("127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.full("processes that load torch")

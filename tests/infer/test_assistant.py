@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from mpar import models
-from mpar.data import byte_tokenizer
-from mpar.errors import CheckpointError, ConfigError
+from mpar.data import Tokenizer, byte_tokenizer
+from mpar.errors import CheckpointError, ConfigError, DataError
 from mpar.infer import Assistant, RowRunner, Sampling, Sizes, end_ids, with_defaults
+from tests.data.families import FOLDER
 from tests.models.variants import KINDS
 
 CONFIG = {
@@ -146,3 +147,30 @@ def test_files_with_impossible_values_are_named(settings):
         with_defaults(with_generation(settings), Sampling(), {})
     with pytest.raises(CheckpointError, match="eos_token_id is 'x'"):
         end_ids(with_generation({"eos_token_id": "x"}))
+
+
+def test_conversations_are_rendered_as_in_training(tiny, tmp_path):
+    """OpenAI's clients write the arguments of a call as JSON in a text, and a content in parts; templates get objects and texts.
+    What a template reads besides is given to it."""
+    byte_tokenizer().save(tmp_path)
+    assistants = []
+    for name in ("qwen2_5", "qwen3", "zephyr"):
+        (tmp_path / "chat_template.jinja").write_text((FOLDER / f"{name}.jinja").read_text())
+        assistants.append(Assistant(RowRunner(*tiny, SIZES), Tokenizer.from_folder(tmp_path)))
+    qwen2_5, qwen3, zephyr = assistants
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    asked = {"role": "user", "content": [{"type": "text", "text": "1 and "}, {"type": "text", "text": "2?"}]}
+    said = [asked, {"role": "assistant", "content": None, "tool_calls": [{"id": "x", "type": "function", "function": function}]}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    text = qwen2_5.tokenizer.decode(qwen2_5.render(said, tools))
+    assert '"arguments": {"a": 1}' in text and "1 and 2?" in text and '{"name": "add", "parameters"' in text
+    thinks = [qwen3.tokenizer.decode(qwen3.render([asked], None, {"enable_thinking": value})) for value in (True, False)]
+    assert thinks[1] == f"{thinks[0]}<think>\n\n</think>\n\n"
+    with pytest.raises(DataError, match="reads no enable_thinking"):
+        qwen2_5.render([asked], None, {"enable_thinking": False})
+    with pytest.raises(DataError, match="tools cannot be called"):
+        zephyr.render([asked], tools)
+    with pytest.raises(DataError, match="message 1 has 'tool_calls'"):
+        qwen2_5.render([asked, {"role": "assistant", "tool_calls": [{"function": "add"}]}])
+    for assistant in assistants:
+        assistant.tokenizer.close()

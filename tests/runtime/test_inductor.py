@@ -1,13 +1,16 @@
 """Code that Inductor compiled: messages, control flow and writes are what they are in code that runs as it is."""
 
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
+from mpar import torch_private
 from mpar.ops import PackedMatrix, _packed_matrix, pack_matrix
 from mpar.runtime import _inductor, load
 
@@ -134,16 +137,36 @@ print(_inductor._by_inductor(torch.fx.GraphModule({}, graph), [torch.zeros(2)])(
 """
 
 
+def run_in_process(folder: Path) -> str:
+    """What COMPILES prints, in a process that keeps compiled code in `folder`."""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "kept"), "PYTHONDONTWRITEBYTECODE": "1"}
+    path = os.pathsep.join([str(folder), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILES], env=environment | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
 def test_kept_code_is_of_the_functions_of_this_process(tmp_path):
-    """torch keeps what it has compiled for the next process, where an op of the same name may compute something else."""
-    printed = []
+    """torch keeps what it has compiled for the next process, where an op of the same name may compute something else. Libraries
+    that were cut short when their process was killed are compiled again."""
     for number in (1, 2):
         (tmp_path / "added.py").write_text(f"def add(x):\n    return x + {number}\n")
-        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "kept"), "PYTHONDONTWRITEBYTECODE": "1"}
-        path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-        done = subprocess.run(
-            [sys.executable, "-c", COMPILES], env=environment | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-        printed.append(done.stdout.strip())
-    assert printed == ["[1.0, 1.0]", "[2.0, 2.0]"]
+        assert run_in_process(tmp_path) == f"[{number}.0, {number}.0]"
+        for library in (tmp_path / "kept").glob("*/*.so"):
+            os.truncate(library, 1000)
+    assert run_in_process(tmp_path) == "[2.0, 2.0]"
+
+
+def test_damaged_libraries_are_removed(tmp_path):
+    """But those that are just being written are left, and so are complete ones."""
+    complete = b"\x7fELF".ljust(40, b"\1") + struct.pack("<Q10xHHxx", 100, 64, 2) + bytes(100 + 2 * 64 - 64)
+    (tmp_path / "ab").mkdir()
+    contents = {"cut": complete[:-1], "empty": b"", "no_library": bytes(300), "held.main": b"", "complete": complete}
+    for name, content in contents.items():
+        (tmp_path / "ab" / f"{name}.so").write_bytes(content)
+    (tmp_path / "locks").mkdir()
+    with FileLock(tmp_path / "locks" / "held.lock"):
+        torch_private._remove_damaged_libraries(str(tmp_path))
+    assert {path.name for path in (tmp_path / "ab").iterdir()} == {"held.main.so", "complete.so"}

@@ -19,7 +19,6 @@ WRONG = {
     "stop": [3, [3], [""], [["x"]], ["a"] * 20],
     "stop_token_ids": [3, ["x"], [1.5], [5000], [-1], [-601], [10**30]],
     "no_such_field": [3],
-    "chat_template_kwargs": [{"enable_thinking": False}],
     "allowed_token_ids": [[3]],
     "logit_bias": [
         *(3, [1], {"x": 1}, {"1": "x"}, {"1": 101}, {"-4": 1}, {"99999": 1}),
@@ -58,7 +57,10 @@ OF_CHATS = {
         [{"role": "user", "content": [3]}],
         [{"role": "user", "content": "z" * 300}],
         [{"role": "user", "content": "\ud800"}],
+        [{"role": "somebody", "content": "x"}],
+        *([USER, {"role": "assistant", "tool_calls": made}] for made in (3, [3], [{}], [{"function": "f"}], [{"function": {}}])),
     ],
+    "chat_template_kwargs": [{"enable_thinking": False}, {"messages": []}, 3],
     "top_logprobs": [3],
     "logprobs": [3, "x"],
     "tools": [3, [3], "x"],
@@ -122,3 +124,10 @@ def test_tools_that_the_template_would_leave_out(server):
         assert "the chat template shows none to the model" in error["message"]
     for harmless in ({"tools": []}, {"tool_choice": "none"}):
         assert httpx.post(f"{server[0]}/v1/chat/completions", json={**body, **harmless}).status_code == 200
+
+
+def test_pages_of_other_sites(server):
+    """A browser sends what a page of another site asks for, and says so; the page of the server itself may ask."""
+    body = {"prompt": "a", "max_tokens": 1}
+    for origin, status in (("http://elsewhere.org", 403), ("null", 403), (server[0], 200)):
+        assert httpx.post(f"{server[0]}/v1/completions", json=body, headers={"Origin": origin}).status_code == status

@@ -1,13 +1,13 @@
 """One message of a conversation, in the forms of OpenAI, ShareGPT and ms-swift."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mpar.data._template import Message
 from mpar.data.rows._row import RowFault
-from mpar.errors import brief
+from mpar.errors import DataError, brief
 from mpar.files import ROW_DECODER
 
-__all__ = ["Media", "check_unicode", "message_of", "parsed", "sharegpt"]
+__all__ = ["Media", "check_unicode", "conversation", "message_of", "parsed", "sharegpt"]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
@@ -52,6 +52,20 @@ def sharegpt(turns: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
     return out
 
 
+def conversation(messages: Sequence[Mapping[str, object]]) -> list[Message]:
+    """Messages as the chat template gets those of a row in training: contents are texts, arguments of calls are objects. Raises
+    DataError with the number of a message, from 0 on, that cannot be used."""
+    found = []
+    for i, message in enumerate(messages):
+        try:
+            found.append(message_of(i, message))
+        except RowFault as fault:
+            raise DataError(str(fault)) from None
+        except Media:
+            raise DataError(f"message {i} has parts that are no text; images, sound and video are not supported") from None
+    return found
+
+
 def message_of(i: int, message: Mapping[str, object]) -> Message:
     """Message number `i` of a row, checked, with a content that is a text. Raises RowFault, or Media."""
     given = message.get("role")
@@ -63,8 +77,8 @@ def message_of(i: int, message: Mapping[str, object]) -> Message:
         raise RowFault(f"message {i} has role {brief(given)}; known are {', '.join(_ROLES)}")
     if message.get("tool_calls"):
         calls = parsed(message["tool_calls"])
-        if role != "assistant" or not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise RowFault(f"message {i} has 'tool_calls' that are no list of objects, or is not of the assistant")
+        if role != "assistant" or not isinstance(calls, list) or not all(_is_call(call) for call in calls):
+            raise RowFault(f"message {i} has 'tool_calls' that are no list of named functions, or is not of the assistant")
         message = {**message, "tool_calls": [_with_parsed_arguments(call) for call in calls]}
         content = "" if content is None else content
     if isinstance(content, list):
@@ -92,6 +106,12 @@ def _tool_call(i: int, message: Mapping[str, object]) -> Message:
     functions = [{"type": "function", "function": _with_parsed_arguments(call)} for call in calls if isinstance(call, dict)]
     kept = {key: item for key, item in message.items() if key not in ("role", "content")}
     return {**kept, "role": "assistant", "content": "", "tool_calls": functions}
+
+
+def _is_call(call: object) -> bool:
+    """Whether this is OpenAI's object of a call, or its function alone."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _with_parsed_arguments(call: Mapping[str, object]) -> dict[str, object]:
