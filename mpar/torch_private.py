@@ -9,6 +9,7 @@ import importlib
 import logging
 import os
 import struct
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,8 @@ def inductor_compile(
 def _remove_damaged_libraries(folder: str) -> None:
     """Remove from Inductor's folder what a compiler had not finished when it was killed. Inductor loads a library that is there
     without a look at it; the small one by which it finds out what the CPU has would make it write code that does not compile."""
+    if sys.platform != "linux":  # libraries have another format there
+        return
     locks: Any = importlib.import_module("torch.utils._filelock")
     for path in Path(folder).glob("*/*.so"):
         with contextlib.suppress(OSError):  # others remove files, too, and who holds the lock is just compiling this one
