@@ -4,6 +4,7 @@ Names that only the compiler needs are loaded when first used, so that a worker 
 """
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import logging
@@ -12,7 +13,8 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import BuiltinFunctionType
+from typing import Any, cast
 
 import torch
 from torch._ops import OpOverload
@@ -37,6 +39,7 @@ __all__ = [
     "grouped_mm",
     "has_cpp_compiler",
     "inductor_compile",
+    "inductor_kernels_replaced",
     "is_amd",
     "is_functional",
     "last_autograd_node",
@@ -226,6 +229,34 @@ def _is_complete(library: Path) -> bool:
         header, size = file.read(64), os.fstat(file.fileno()).st_size
     begin, (width, count) = int.from_bytes(header[40:48], "little"), struct.unpack("<HH", header[58:62].ljust(4, b"\0"))
     return header.startswith(b"\x7fELF") and 0 < begin <= size - width * count
+
+
+@contextlib.contextmanager
+def inductor_kernels_replaced(
+    replacement: Callable[[Callable[..., None], int], Callable[..., None]],
+) -> Iterator[Callable[[object], bool]]:
+    """In this context, code of Inductor calls `replacement(kernel, address)` in place of each of its kernels in C++, the function
+    of which is at `address`. It gets the kernel's operands: tensors and numbers. Gives whether a function is such a kernel."""
+    codecache: Any = importlib.import_module("torch._inductor.codecache")
+    libraries = codecache.CppPythonBindingsCodeCache._loaded_module_names
+    code = {id(x): x for x in (*codecache.PyCodeCache.modules, *codecache.PyCodeCache.modules_no_attr.values())}
+
+    def is_kernel(function: object) -> bool:
+        return isinstance(function, BuiltinFunctionType) and getattr(function.__self__, "__name__", None) in libraries
+
+    replaced = [(vars(x), name, kernel) for x in code.values() for name, kernel in vars(x).items() if is_kernel(kernel)]
+    try:
+        for names, name, kernel in replaced:
+            names[name] = replacement(kernel, _address(kernel.__self__.__file__, kernel.__name__))
+        yield is_kernel
+    finally:
+        for names, name, kernel in replaced:
+            names[name] = kernel
+
+
+@functools.cache
+def _address(library: str, function: str) -> int:
+    return cast(int, ctypes.cast(getattr(ctypes.CDLL(library), function), ctypes.c_void_p).value)
 
 
 @functools.cache

@@ -59,7 +59,7 @@ BELOW["ir"] = {*VALUES, "kernels", "schedules"}
 BELOW["proof"] = {*VALUES, "schedules", "ir"}
 BELOW["forecast"] = {*VALUES, "ir"}
 BELOW["compiler"] = {*VALUES, "ops", "kernels", "sharding", "schedules", "ir", "forecast"}
-BELOW["runtime"] = {*VALUES, "ops", "kernels", "ir"}
+BELOW["runtime"] = {*VALUES, "cpp", "ops", "kernels", "ir"}
 BELOW["measure"] = {*VALUES, "ops", "kernels", "ir", "runtime"}
 BELOW["program"] = {*VALUES, "kernels", "sharding", "schedules", "ir", "proof", "forecast", "compiler", "runtime"}
 # data, optim, checkpoint, infer and train are neighbours above all of these: who may use whom among them

@@ -19,14 +19,22 @@ from typing import cast
 
 import torch
 
+from mpar.cpp._calls import Calls, Operand, address_of, after_calls, calls_of_thread
 from mpar.errors import ConfigError
 from mpar.kept_files import KeptFiles, NotUsableError
 from mpar.user_cache import user_cache
 
-__all__ = ["Address", "cpp_function", "cpp_structure", "prepare_kernels"]
+__all__ = [
+    "Calls",
+    "Operand",
+    "after_calls",
+    "calls_of_thread",
+    "cpp_function",
+    "cpp_structure",
+    "new_calls",
+    "prepare_kernels",
+]
 
-Address = int | None
-"""Where a tensor or a structure lies in memory; None for one that is missing."""
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 _VECTORS = ("AVX2", "AVX512")
 _MOST_ENTRIES, _MOST_BYTES, _TIMEOUT_S = 32, 2**26, 300
@@ -34,7 +42,7 @@ _MOST_ENTRIES, _MOST_BYTES, _TIMEOUT_S = 32, 2**26, 300
 
 @functools.cache
 def cpp_function(library: str, function: str, num_operands: int) -> Callable[..., None] | None:
-    """A function of `library`.cpp, all operands of which are addresses.
+    """A function of `library`.cpp, which gets the addresses of its operands (`Operand`).
 
     None where it cannot be compiled or is not worth it: torch's ops do the same. That is so on a CPU without AVX2 or AVX-512,
     without a C++ compiler (the one that CXX names, or g++), and, with a warning, if the compiler fails.
@@ -44,7 +52,22 @@ def cpp_function(library: str, function: str, num_operands: int) -> Callable[...
         return None
     found = getattr(loaded, function)
     found.argtypes, found.restype = [ctypes.c_void_p] * num_operands, None
-    return cast(Callable[..., None], found)
+    address = cast(int, ctypes.cast(found, ctypes.c_void_p).value)
+
+    def call(*operands: Operand) -> None:
+        calls = calls_of_thread()
+        if calls is None:
+            found(*map(address_of, operands))
+        else:
+            calls.add(address, operands)
+
+    return call
+
+
+def new_calls() -> Calls | None:
+    """Where calls of functions of C++ can be written down; None where there are no such functions."""
+    run = cpp_function("calls", "run_calls", 3)
+    return None if run is None else Calls(run)
 
 
 def cpp_structure(name: str, numbers: Sequence[str], floats: Sequence[str]) -> type[ctypes.Structure]:

@@ -23,7 +23,7 @@ from mpar.kernels import kernels_for
 from mpar.mesh import Mesh
 from mpar.models import CacheSizes, ScoredDecoder, Trainable
 from mpar.precision import Precision
-from mpar.program import Program, RankRun, Replay, State, batch_rows
+from mpar.program import Program, RankRun, Replay, State, batch_rows, cpp_calls
 from mpar.strategy import Strategy, preset
 from mpar.tree import Tree
 
@@ -151,7 +151,9 @@ class ProgramRunner:
     def _bind(self, count: int) -> None:
         """Make the program for so many tokens ready to run. Inductor compiles its code when it is first called, so it makes a
         step of padding."""
-        self._runs[count] = self._bound(self.programs[count])
+        run = self._bound(self.programs[count])
+        on_cpu = self._execution == "inductor" and self.device.type == "cpu"
+        self._runs[count] = Replay(run, cpp_calls) if on_cpu and isinstance(run, RankRun) and count <= _FIRST[-1] else run
         if self._execution == "inductor":
             self._run(count, self._padding(count))
 
@@ -200,8 +202,9 @@ class ProgramRunner:
         check_params(held, {path: leaf for path, leaf in given.items() if not path.startswith(f"{_PARAMS}mtp.")})
         new = self._packed({path: leaf for path, leaf in given.items() if path in held}, stay=False)
         self.state = State(self.state.leaves | new, self.state.step)
-        if self._execution == "cuda_graph":  # what was recorded reads the parameters where they were
-            self._runs = {count: self._bound(program) for count, program in self.programs.items()}
+        for run in self._runs.values():
+            if isinstance(run, Replay):  # what was recorded reads the parameters where they were
+                run.forget()
 
     def step(
         self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, adapters_R: Tensor

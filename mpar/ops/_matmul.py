@@ -63,7 +63,7 @@ def _by_kernel(a: Tensor, b: Tensor, out: Tensor | None = None, adds: bool = Fal
         return torch.mm(a, b)
     run, call, shape = plan
     y = torch.empty(shape, dtype=torch.float32, device="cpu") if out is None else out
-    run(ctypes.addressof(call), a.data_ptr(), b.data_ptr(), y.data_ptr())
+    run(call, a, b, y)
     return y
 
 

@@ -51,7 +51,7 @@ def swiglu_rows(gate: Tensor, up: Tensor) -> Tensor | None:
     gates, ups = (_in_rows(x, width) for x in (gate, up))
     y = torch.empty_like(gate, memory_format=torch.contiguous_format)
     call = _Gated(*gates.shape, gates.stride(0), ups.stride(0))
-    run(ctypes.addressof(call), gates.data_ptr(), ups.data_ptr(), y.data_ptr())
+    run(call, gates, ups, y)
     return y
 
 
@@ -62,7 +62,7 @@ def swiglu_backward_rows(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, 
         return None
     gate, up, dy = gate.contiguous(), up.contiguous(), dy.contiguous()
     dgate, dup = torch.empty_like(gate), torch.empty_like(gate)
-    run(*(x.data_ptr() for x in (gate, up, dy, dgate, dup)), gate.numel())
+    run(gate, up, dy, dgate, dup, gate.numel())
     return dgate, dup
 
 
@@ -73,7 +73,7 @@ def rms_norm_rows(x: Tensor, weight: Tensor | None, eps: float) -> Tensor | None
         return None
     x, weight = x.contiguous(), None if weight is None else weight.contiguous()
     y, norm = torch.empty_like(x), _norm(x.shape, eps)  # a cache may lose it while the kernel reads it
-    run(ctypes.addressof(norm), x.data_ptr(), None if weight is None else weight.data_ptr(), y.data_ptr())
+    run(norm, x, weight, y)
     return y
 
 
@@ -86,8 +86,7 @@ def rms_norm_backward_rows(x: Tensor, weight: Tensor | None, dy: Tensor, eps: fl
     norm, size = _norm(x.shape, eps), x.shape[-1]
     dx, dweight = torch.empty_like(x), None if weight is None else torch.empty_like(weight)
     strips = torch.empty(0 if weight is None else (-(-norm.rows // _STRIP) + 1) * size, dtype=torch.float32)
-    addresses = (None if each is None else each.data_ptr() for each in (x, weight, dy, dx, dweight, strips))
-    run(ctypes.addressof(norm), *addresses)
+    run(norm, x, weight, dy, dx, dweight, strips)
     return dx, dweight
 
 
@@ -100,7 +99,7 @@ def rotated_rows(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor | None, *, inter
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if y is None else y
     table = 0 if cos.shape[0] == 1 else cos.stride(0)
     rotation = _rotation(x.shape, cos.shape[2], interleaved, x.stride()[:3], y.stride()[:3], table)
-    run(ctypes.addressof(rotation), *(each.data_ptr() for each in (x, cos, sin, y)))
+    run(rotation, x, cos, sin, y)
     return y
 
 
@@ -123,7 +122,7 @@ def softmax_statistics_rows(x_TV: Tensor, column_T: Tensor) -> tuple[Tensor, Ten
         return None
     column_T, call = column_T.contiguous(), _Logits(*x_TV.shape, x_TV.stride(0), 0)
     lse, target, logp = (x_TV.new_empty(x_TV.shape[0]) for _ in range(3))
-    run(ctypes.addressof(call), x_TV.data_ptr(), column_T.data_ptr(), *(each.data_ptr() for each in (lse, target, logp)))
+    run(call, x_TV, column_T, lse, target, logp)
     return lse, target, logp
 
 
@@ -133,7 +132,7 @@ def softmax_rows(x_TV: Tensor, lse_T: Tensor, scale_T: Tensor, y_TV: Tensor) -> 
     if run is None or not softmax_takes(x_TV, y_TV) or not _are_plain(lse_T, scale_T):
         return None
     lse_T, scale_T, call = lse_T.contiguous(), scale_T.contiguous(), _Logits(*x_TV.shape, x_TV.stride(0), y_TV.stride(0))
-    run(ctypes.addressof(call), *(each.data_ptr() for each in (x_TV, lse_T, scale_T, y_TV)))
+    run(call, x_TV, lse_T, scale_T, y_TV)
     return y_TV
 
 

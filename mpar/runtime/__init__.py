@@ -3,6 +3,7 @@
 from mpar.runtime._batch import batch_rows, cut_rows, positions_in_order, rows_of
 from mpar.runtime._bind import bind, check_inductor
 from mpar.runtime._capture import Replay
+from mpar.runtime._cpp_calls import cpp_calls
 from mpar.runtime._load import load
 from mpar.runtime._rank_run import Progress, RankRun
 from mpar.runtime._simulate import simulate
@@ -23,6 +24,7 @@ __all__ = [
     "batch_rows",
     "bind",
     "check_inductor",
+    "cpp_calls",
     "cut_rows",
     "exchange",
     "init_state",

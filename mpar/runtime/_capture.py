@@ -1,10 +1,12 @@
-"""Capture: a whole step is recorded once as a CUDA graph and then replayed: the host launches one graph instead of many kernels.
+"""Capture: a whole step is recorded once and then replayed: on a GPU as a CUDA graph, so that the host launches one graph instead
+of many kernels, on a CPU as calls of C++.
 
-A graph reads and writes fixed addresses. So state, batch and scalars are in tensors that are never replaced: every batch is
-copied into them, the state is updated in them, and metrics are copied out.
+What was recorded reads and writes fixed addresses. So state, batch and scalars are in tensors that are never replaced: each batch
+is copied into them, the state is updated in them, and metrics are copied out.
 """
 
 import contextlib
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,8 +18,8 @@ from mpar.runtime._state import NO_LIMITS, Limits, State
 
 __all__ = ["Replay", "cuda_graph"]
 
-Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""`capture(work)` records what `work` does, without its effects, and returns a function that does it."""
+Capture = Callable[[Callable[[], None]], Callable[[], None] | None]
+"""`capture(work)` records what `work` does, without its effects, and returns a function that does it; None if it cannot."""
 
 
 def cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
@@ -29,11 +31,16 @@ def cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
 
 
 class Replay:
-    """A rank's step with fixed memory. The first call runs normally and loads kernels and libraries; the second is recorded."""
+    """A rank's step with fixed memory. The first call runs normally and loads kernels and libraries; the second is recorded. If
+    that cannot be, all run normally."""
 
     def __init__(self, run: RankRun, capture: Capture = cuda_graph) -> None:
         self.run, self.capture = run, capture
-        self.calls = 0
+        self.calls, self.is_recordable = 0, True
+        self.forget()
+
+    def forget(self) -> None:
+        """Give up what was recorded, and its tensors; the next call records anew."""
         self.state: dict[str, Tensor] = {}
         self.batch: dict[str, Tensor] = {}
         self.scalars: list[Tensor] = []
@@ -45,13 +52,14 @@ class Replay:
     ) -> tuple[State, dict[str, Tensor]]:
         """One step, like `RankRun`; from the second call on, the new state is in the same tensors."""
         self.calls += 1
-        if self.calls == 1:
+        if self.calls == 1 or not self.is_recordable:
             return self.run(state, batch, limits)
-        numbers = self.run.begin(state, batch, limits)
+        is_known = self._holds(state.leaves)
+        numbers = self.run.begin(state, batch, limits, checks_state=not is_known)
         leaves = state.take()
-        if self.replay is None:
-            self._record(leaves, batch)
-        for path, leaf in leaves.items():
+        if self.replay is None and not self._record(leaves, batch):
+            return self.run(State(leaves, state.step, state.skipped), batch, limits)
+        for path, leaf in () if is_known else leaves.items():
             if not _same_memory(leaf, self.state[path]):  # it does not come from the call before, but from a checkpoint
                 self.state[path].copy_(leaf)
         for key, rows in batch.items():
@@ -64,7 +72,12 @@ class Replay:
         metrics = {path: value.clone() for path, value in self.metrics.items()}
         return self.run.end(dict(self.state), metrics, numbers[0], state)
 
-    def _record(self, leaves: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
+    def _holds(self, leaves: Mapping[str, Tensor]) -> bool:
+        """Whether these are the tensors of the state that was recorded, in its order."""
+        return len(leaves) == len(self.state) and all(map(operator.is_, leaves.values(), self.state.values()))
+
+    def _record(self, leaves: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> bool:
+        """Record a step; False if it cannot be recorded, which is not tried again."""
         self.state = dict(leaves)
         self.batch = {key: rows.clone() for key, rows in batch.items()}
         self.scalars = [torch.zeros((), dtype=leaf.dtype, device=self.run.device) for leaf in self.run.part.scalars]
@@ -77,6 +90,10 @@ class Replay:
 
         with _on(self.run.device):
             self.replay = self.capture(work)
+        if self.replay is None:
+            self.forget()
+            self.is_recordable = False
+        return self.is_recordable
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

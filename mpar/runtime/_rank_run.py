@@ -128,13 +128,16 @@ class RankRun:
             run._steps.append((call, inputs, frees, outputs, later, instruction))
         return run
 
-    def begin(self, state: State, batch: Mapping[str, Tensor], limits: Limits) -> tuple[float, float | Tensor, float, float]:
+    def begin(
+        self, state: State, batch: Mapping[str, Tensor], limits: Limits, *, checks_state: bool = True
+    ) -> tuple[float, float | Tensor, float, float]:
         """Check the operands of a step, which may raise ShapeError, and return its scalars: the learning rate, the number of the
         update and the limits. The rate is that of the step; the update's number leaves out steps whose update was skipped.
         """
         optimizer = self.program.facts.optimizer
         check_given("this batch", self._batch, batch)
-        state.check(self._state)
+        if checks_state:
+            state.check(self._state)
         lr, step = (0.0, state.step) if optimizer is None else (optimizer.rate(state.step + 1), state.step + 1)
         return lr, step - state.skipped, limits.loss, limits.grad_norm
 

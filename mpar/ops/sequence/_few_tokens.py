@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mpar.cpp import cpp_function, cpp_structure
+from mpar.cpp import after_calls, cpp_function, cpp_structure
 
 __all__ = ["few_tokens"]
 
@@ -39,14 +39,17 @@ def few_tokens(
     rows, positions, pages = rows.contiguous(), positions.contiguous(), pages.contiguous()
     sinks = None if sinks is None else sinks.float().contiguous()
     out, lse, wrong = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:3], dtype=torch.float32), ctypes.c_int64(-1)
-    operands = [None if x is None else x.data_ptr() for x in (q, k, v, rows, positions, pages, sinks, out, lse)]
-    run(ctypes.addressof(call), *operands, ctypes.addressof(wrong))
-    if wrong.value >= 0:
-        row, position = int(rows.flatten()[wrong.value]), int(positions.flatten()[wrong.value])
-        raise IndexError(
-            f"paged_attention: position {position} of row {row} is in no page: there are {pages.shape[1]} rows of "
-            f"{pages.shape[2]} pages, and {k.shape[1] // page_size} pages in the pools"
-        )
+    run(call, q, k, v, rows, positions, pages, sinks, out, lse, wrong)
+
+    def check() -> None:
+        if wrong.value >= 0:
+            row, position = int(rows.flatten()[wrong.value]), int(positions.flatten()[wrong.value])
+            raise IndexError(
+                f"paged_attention: position {position} of row {row} is in no page: there are {pages.shape[1]} rows of "
+                f"{pages.shape[2]} pages, and {k.shape[1] // page_size} pages in the pools"
+            )
+
+    after_calls(check)
     return out, lse
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mpar.cpp import Address, cpp_function, cpp_structure
+from mpar.cpp import cpp_function, cpp_structure
 from mpar.torch_private import flash_attention_cpu, flash_attention_cpu_backward, onednn_has_bfloat16
 
 __all__ = ["flash", "flash_backward"]
@@ -36,7 +36,7 @@ def flash(
     q, k, v = map(_with_rows, (q, k, v))
     out, lse = _like_rows(q) if out is None else out, torch.empty(q.shape[:3], dtype=torch.float32)
     call, bias = _call({"q": q, "k": k, "v": v, "out": out}, causal, bias, scale)
-    run(ctypes.addressof(call), *map(_address, (q, k, v, bias, out, lse)))
+    run(call, q, k, v, bias, out, lse)
     return out, lse
 
 
@@ -63,7 +63,7 @@ def flash_backward(
     dq, dk, dv = map(_like_rows, (q, k, v)) if into is None else into
     layouts = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
     call, bias = _call(layouts, causal, bias, scale)
-    run(ctypes.addressof(call), *map(_address, (dout, q, k, v, out, lse, bias, dq, dk, dv)))
+    run(call, dout, q, k, v, out, lse, bias, dq, dk, dv)
     return dq, dk, dv
 
 
@@ -102,7 +102,3 @@ def _call(layouts: dict[str, Tensor], causal: bool, bias: Tensor | None, scale: 
     distances = [step for name in _LAYOUTS for step in (layouts[name].stride()[:3] if name in layouts else (0, 0, 0))]
     call = _Call(batch, kv_heads, heads // kv_heads, queries, keys, size, causal, bias_batch, parts, *distances, scale)
     return call, bias
-
-
-def _address(x: Tensor | None) -> Address:
-    return None if x is None else x.data_ptr()
