@@ -19,12 +19,13 @@ from typing import cast
 
 import torch
 
-from mpar.cpp._calls import Calls, Operand, address_of, after_calls, calls_of_thread
+from mpar.cpp._calls import MOST_OPERANDS, Calls, Operand, address_of, after_calls, calls_of_thread
 from mpar.errors import ConfigError
 from mpar.kept_files import KeptFiles, NotUsableError
 from mpar.user_cache import user_cache
 
 __all__ = [
+    "MOST_OPERANDS",
     "Calls",
     "Operand",
     "after_calls",

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-__all__ = ["Calls", "Operand", "address_of", "after_calls", "calls_of_thread"]
+__all__ = ["MOST_OPERANDS", "Calls", "Operand", "address_of", "after_calls", "calls_of_thread"]
 
 Operand = Tensor | ctypes.Structure | ctypes.c_int64 | int | None
 """A tensor, structure or number, the address of which a function is given; an integer, which may be an address; None: 0."""
-_MOST_OPERANDS, _MESSAGE = 64, 256
+MOST_OPERANDS, _MESSAGE = 64, 256
 """`MOST` and `MESSAGE` of calls.cpp."""
 _thread = threading.local()
 
@@ -32,7 +32,7 @@ class Calls:
 
     def add(self, function: int, operands: Sequence[Operand]) -> None:
         """Write down a call of the function at this address."""
-        assert len(operands) <= _MOST_OPERANDS, f"a function of {len(operands)} operands cannot be written down"
+        assert len(operands) <= MOST_OPERANDS, f"a function of {len(operands)} operands cannot be written down"
         self._numbers += [function, len(operands), *((address_of(x) or 0) for x in operands)]
         self._operands += operands
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mpar.cpp import calls_of_thread, new_calls
+from mpar.cpp import MOST_OPERANDS, calls_of_thread, new_calls
 from mpar.torch_private import OpOverload, TorchDispatchMode, inductor_kernels_replaced
 
 __all__ = ["cpp_calls"]
@@ -49,7 +49,7 @@ def _written_down(kernel: Callable[..., None], address: int) -> Callable[..., No
         calls = calls_of_thread()
         if calls is None:  # on another thread
             kernel(*operands)
-        elif all(isinstance(x, Tensor | int) for x in operands):
+        elif len(operands) <= MOST_OPERANDS and all(isinstance(x, Tensor | int) for x in operands):
             calls.add(address, operands)
         else:
             raise _NotRecordableError
