@@ -1,7 +1,6 @@
 """C++ calls: a step is recorded as the calls of C++ that it makes, and replayed as one.
 
-Weights that are read flush caches, so each line of Python between two calls of C++ waits for memory: of a step of one token of a
-model of 0.5B parameters, a quarter of the time.
+The weights that a step reads flush the caches, so each line of Python between two calls of C++ waits for memory.
 """
 
 import sys
