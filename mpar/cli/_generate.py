@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from mpar.cli._answering import ChoiceKeys, answer_problems, answering
 from mpar.cli._arguments import SWITCHES_HELP, read_arguments
@@ -36,6 +36,7 @@ end of input stops. A file of prompts has one in each line, or is .jsonl with ob
 "adapter", one of the names in adapters='{{french: FOLDER, sql: FOLDER}}'.
 
 {SWITCHES_HELP}"""
+_SHORTEST_S = 0.05  # is 0.1 where it is said
 _FROM_FILE = "null: as generation_config.json of the model says, else "
 
 
@@ -49,6 +50,9 @@ class GenerateConfig(ChoiceKeys):
     out: str | None = key("the file for the answers to `prompts`, .jsonl; null: they are printed", default=None)
     chat: bool = key("prompts are questions in the model's chat template; false: texts that it continues", default=True)
     system: str | None = key("the system message of each conversation", default=None, prose=True)
+    chat_template_kwargs: dict[str, Any] = key(  # noqa: RUF009 (a field)
+        "what the chat template reads besides the messages, such as {enable_thinking: false}", default_factory=dict
+    )
     max_new_tokens: int = key("the most tokens of an answer", default=128, at_least=1)
     temperature: float | None = key(f"0 always takes the most likely token. {_FROM_FILE}0", default=None, at_least=0)
     top_k: int | None = key(f"only the k most likely tokens; 0: all. {_FROM_FILE}0", default=None, at_least=0)
@@ -86,7 +90,7 @@ def main(args: Sequence[str]) -> int:
         if prompts is None:
             _talk(config, assistant, sampling)
         elif config.prompts is None and config.num_answers == 1 and config.logprobs is None:
-            _stream(_begin(assistant, prompts[0], sampling), assistant)
+            _stream(_begin(config, assistant, prompts[0], sampling), config, assistant)
         else:
             _answer_all(config, assistant, prompts, sampling, notes)
     return 0
@@ -105,6 +109,8 @@ def _check(config: GenerateConfig) -> None:
         problems.append(f"out={config.out} is the file of the prompts, which the answers would replace: give another name")
     if config.system is not None and not config.chat:
         problems.append("a system message needs chat=true")
+    if config.chat_template_kwargs and not config.chat:
+        problems.append("chat_template_kwargs are for a chat template, which chat=true takes")
     if config.schema is not None:
         _read_schema(Path(config.schema))
     if "" in config.stop:
@@ -172,14 +178,19 @@ def _adapter(config: GenerateConfig, prompt: Prompt) -> object:
 
 
 def _begin(
-    assistant: "Assistant", prompt: Prompt, sampling: "Sampling", choice: int = 0, adapter: str | None = None
+    config: GenerateConfig,
+    assistant: "Assistant",
+    prompt: Prompt,
+    sampling: "Sampling",
+    choice: int = 0,
+    adapter: str | None = None,
 ) -> "Answer":
     if prompt.messages is None:
         return assistant.continue_text(prompt.text, sampling, choice, adapter)
-    return assistant.reply(prompt.messages, sampling, choice, prompt.tools, adapter)
+    return assistant.reply(prompt.messages, sampling, choice, prompt.tools, adapter, config.chat_template_kwargs)
 
 
-def _stream(answer: "Answer", assistant: "Assistant") -> str:
+def _stream(answer: "Answer", config: GenerateConfig, assistant: "Assistant") -> str:
     """Print an answer; on a terminal, while it comes. Returns its text without white space around it."""
     shown = ""
     for _ in assistant.run():
@@ -189,6 +200,7 @@ def _stream(answer: "Answer", assistant: "Assistant") -> str:
             print(new, end="", flush=True)
             shown += new
     say("" if sys.stdout.isatty() else answer.text.strip())
+    _say_cut([answer], config, assistant)
     return answer.text.strip()
 
 
@@ -208,7 +220,8 @@ def _talk(config: GenerateConfig, assistant: "Assistant", sampling: "Sampling") 
             continue
         if config.chat:
             messages.append({"role": "user", "content": text})
-        said = _stream(_begin(assistant, Prompt(text, messages if config.chat else None), sampling), assistant)
+        prompt = Prompt(text, messages if config.chat else None)
+        said = _stream(_begin(config, assistant, prompt, sampling), config, assistant)
         messages.append({"role": "assistant", "content": said})
 
 
@@ -234,7 +247,20 @@ def _answer_all(
     compiled_s = notes.total_s - compiled_s
     elapsed_s = time.monotonic() - began - compiled_s
     counted = f"{len(answers):,} answers, {num_tokens:,} tokens in {elapsed_s:.1f} s: {num_tokens / elapsed_s:,.0f} tokens/s"
-    say_aside(counted + (f", and {compiled_s:.1f} s for compiling" if compiled_s > 0 else ""))
+    say_aside(counted + (f", and {compiled_s:.1f} s for compiling" if compiled_s >= _SHORTEST_S else ""))
+    _say_cut(answers, config, assistant)
+
+
+def _say_cut(answers: Sequence["Answer"], config: GenerateConfig, assistant: "Assistant") -> None:
+    """Say how many answers have fewer tokens than were asked for because no more fit."""
+    ended = [len(answer.request.answer) for answer in answers if answer.request.finish == "length"]
+    cut, length = sum(count < config.max_new_tokens for count in ended), assistant.engine.runner.sizes.length
+    if cut:
+        which = "the answer" if len(answers) == 1 else f"{cut:,} of {len(answers):,} answers"
+        say_aside(
+            f"{which} ended before max_new_tokens={config.max_new_tokens:,}: prompt and answer fill the {length:,} tokens of a "
+            "row (length=)"
+        )
 
 
 def _begin_all(config: GenerateConfig, assistant: "Assistant", prompts: Sequence[Prompt], sampling: "Sampling") -> list["Answer"]:
@@ -243,7 +269,7 @@ def _begin_all(config: GenerateConfig, assistant: "Assistant", prompts: Sequence
     for prompt in prompts:
         adapter = cast("str | None", _adapter(config, prompt))  # `_prompts` has checked it
         try:
-            answers += [_begin(assistant, prompt, sampling, choice, adapter) for choice in range(config.num_answers)]
+            answers += [_begin(config, assistant, prompt, sampling, choice, adapter) for choice in range(config.num_answers)]
         except (ConfigError, DataError) as error:
             if config.prompts is None:
                 raise

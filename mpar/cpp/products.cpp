@@ -101,14 +101,16 @@ inline void add_pair(const Call& call, const float* x, const T* w, const int64_t
 
 // `count` columns, each `distance` behind the one before. Rows are float32 here, in pairs of vectors as `load_half` gives them.
 // ENDS: that the last numbers of a column are no pair; with a branch in its place, fewer sums are kept in registers.
-template <int64_t ROWS, int64_t COLUMNS, bool ENDS, typename T>
+// FETCHES: that the columns come from memory, and not from the cache, where they are for further rows.
+template <int64_t ROWS, int64_t COLUMNS, bool ENDS, bool FETCHES, typename T>
 void multiply_columns(const Call& call, const float* x, const T* w, int64_t count, int64_t distance, T* y) {
   Sums<ROWS, COLUMNS> sums = {};
   int64_t places[COLUMNS];
   for (int64_t c = 0; c < COLUMNS; ++c) places[c] = (c < count ? c : 0) * distance * call.w_step;
   const int64_t in_pairs = call.inner / PAIR * PAIR;
   for (int64_t i = 0; i < in_pairs; i += PAIR) {
-    for (int64_t c = 0; c < COLUMNS; ++c) __builtin_prefetch(w + places[c] + i + AHEAD_IN_COLUMN);
+    if constexpr (FETCHES)
+      for (int64_t c = 0; c < COLUMNS; ++c) __builtin_prefetch(w + places[c] + i + AHEAD_IN_COLUMN);
     add_pair<ROWS, COLUMNS>(call, x + i, w + i, places, sums);
   }
   if constexpr (ENDS) {
@@ -120,30 +122,53 @@ void multiply_columns(const Call& call, const float* x, const T* w, int64_t coun
     }
     add_pair<ROWS, COLUMNS>(call, x + in_pairs, ends, end_places, sums);
   }
-  for (int64_t r = 0; r < ROWS; ++r) {
-    const auto& of_row = sums[r];
-    const Four four = sums_of(of_row[0], of_row[1], of_row[2 % COLUMNS], of_row[3 % COLUMNS]);
-    for (int64_t c = 0; c < std::min(count, COLUMNS); ++c) y[r * call.y_row + c * distance] = rounded<T>(four[c]);
+  static_assert(ROWS * COLUMNS % 4 == 0);
+  for (int64_t n = 0; n < ROWS * COLUMNS; n += 4) {
+    const auto sum = [&](int64_t i) { return sums[(n + i) / COLUMNS][(n + i) % COLUMNS]; };
+    T four[4];
+    store(sums_of(sum(0), sum(1), sum(2), sum(3)), four);
+    for (int64_t i = 0; i < 4; ++i) {
+      const int64_t r = (n + i) / COLUMNS, c = (n + i) % COLUMNS;
+      if (c < count) y[r * call.y_row + c * distance] = four[i];
+    }
   }
 }
 
-// The same for ROWS rows at a time; `x` and `y` are those behind them then.
+// Rows that are not multiplied yet, and whether others were, so that the columns are in the cache.
+template <typename T>
+struct Left {
+  int64_t rows;
+  const float* x;
+  T* y;
+  bool is_cached = false;
+};
+
+// The same for ROWS rows at a time.
 template <int64_t ROWS, int64_t COLUMNS, typename T>
-void multiply_rows_of_columns(Call& call, const float*& x, const T* w, int64_t count, int64_t distance, T*& y) {
-  const bool ends = call.inner % PAIR != 0;
-  for (; call.rows >= ROWS; call.rows -= ROWS, x += ROWS * call.x_row, y += ROWS * call.y_row)
-    for (int64_t c = 0; c < count; c += COLUMNS) {
-      const auto multiply = ends ? multiply_columns<ROWS, COLUMNS, true, T> : multiply_columns<ROWS, COLUMNS, false, T>;
-      multiply(call, x, w + c * distance * call.w_step, count - c, distance, y + c * distance);
-    }
+void multiply_rows_of_columns(const Call& call, Left<T>& left, const T* w, int64_t count, int64_t distance) {
+  const auto of = [&](auto ends, auto fetches) { return multiply_columns<ROWS, COLUMNS, ends, fetches, T>; };
+  constexpr std::true_type yes;
+  constexpr std::false_type no;
+  for (; left.rows >= ROWS; left = {left.rows - ROWS, left.x + ROWS * call.x_row, left.y + ROWS * call.y_row, true}) {
+    const bool ends = call.inner % PAIR != 0;
+    const auto multiply = left.is_cached ? (ends ? of(yes, no) : of(no, no)) : (ends ? of(yes, yes) : of(no, yes));
+    for (int64_t c = 0; c < count; c += COLUMNS)
+      multiply(call, left.x, w + c * distance * call.w_step, count - c, distance, left.y + c * distance);
+  }
 }
 
 // All rows. Many are multiplied with two columns at a time, as each number of these is widened for more of them; few with more
 // columns, as memory gives several streams of a thread faster than one.
 template <int64_t ROWS, typename T>
-void multiply_few_rows(Call& call, const float*& x, const T* w, int64_t count, int64_t distance, T*& y) {
-  multiply_rows_of_columns<ROWS, COLUMNS>(call, x, w, count, distance, y);
-  if constexpr (ROWS > 1) multiply_few_rows<ROWS - 1>(call, x, w, count, distance, y);
+void multiply_few_rows(const Call& call, Left<T>& left, const T* w, int64_t count, int64_t distance) {
+  multiply_rows_of_columns<ROWS, COLUMNS>(call, left, w, count, distance);
+  if constexpr (ROWS > 1) multiply_few_rows<ROWS - 1>(call, left, w, count, distance);
+}
+
+// The first place from here on at which memory gives a line: a vector that lies in two of them is loaded twice.
+inline float* first_of_line(float* x) {
+  constexpr uintptr_t bytes = LINE * sizeof(float);
+  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(x) + bytes - 1) / bytes * bytes);
 }
 
 template <typename T>
@@ -151,12 +176,13 @@ void multiply_all_columns(const Call& call, const T* x, const T* w, T* y) {
   constexpr int64_t most = (REGISTERS - 1) / (COLUMNS + 1);  // their sums and vectors of x, and one of w, stay in registers
   Call inside = call;
   inside.x_row = (call.inner + PAIR - 1) / PAIR * PAIR;
-  std::vector<float> wide(call.rows * inside.x_row);
+  std::vector<float> memory(call.rows * inside.x_row + LINE);
+  float* wide = first_of_line(memory.data());
   for (int64_t r = 0; r < call.rows; ++r)
     for (int64_t i = 0; i < call.inner; i += PAIR) {
       T pair[PAIR];
       with_zeros(x + r * call.x_row + i, std::min(PAIR, call.inner - i), pair);
-      for (int half = 0; half < 2; ++half) store(load_half(pair, half), wide.data() + r * inside.x_row + i + half * WIDTH);
+      for (int half = 0; half < 2; ++half) store(load_half(pair, half), wide + r * inside.x_row + i + half * WIDTH);
     }
   // Columns that are computed together are far apart, as memory gives several streams of a thread faster than one.
   const int64_t threads = call.rows * call.inner * call.columns > SHORT ? omp_get_max_threads() : 1;
@@ -166,11 +192,9 @@ void multiply_all_columns(const Call& call, const T* x, const T* w, T* y) {
     const int64_t start = t * COLUMNS * distance;
     for (int64_t c = start; c < std::min(start + distance, call.columns); ++c) {
       const int64_t count = std::min(COLUMNS, (call.columns - c + distance - 1) / distance);
-      Call left = inside;
-      const float* from = wide.data();
-      T* to = y + c;
-      multiply_rows_of_columns<2 * most, COLUMNS / 2>(left, from, w + c * call.w_step, count, distance, to);
-      multiply_few_rows<most>(left, from, w + c * call.w_step, count, distance, to);
+      Left<T> left = {call.rows, wide, y + c};
+      multiply_rows_of_columns<2 * most, COLUMNS / 2>(inside, left, w + c * call.w_step, count, distance);
+      multiply_few_rows<most>(inside, left, w + c * call.w_step, count, distance);
     }
   }
 }

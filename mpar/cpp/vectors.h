@@ -26,6 +26,8 @@ typedef float Lanes __attribute__((vector_size(4 * WIDTH)));
 typedef float Four __attribute__((vector_size(16)));
 typedef uint32_t WideBits __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t NarrowBits __attribute__((vector_size(2 * WIDTH)));
+typedef uint32_t FourWideBits __attribute__((vector_size(16)));
+typedef uint16_t FourNarrowBits __attribute__((vector_size(8)));
 
 struct BFloat16 {
   uint16_t bits;
@@ -67,14 +69,19 @@ inline Lanes fused(float a, Lanes x, Lanes y) {
 }
 
 inline void store(Lanes x, float* y) { std::memcpy(y, &x, sizeof x); }
+inline void store(Four x, float* y) { std::memcpy(y, &x, sizeof x); }
 
 // To the nearest, to the even one of two that are equally near.
-inline void store(Lanes x, BFloat16* y) {
-  WideBits bits = reinterpret_cast<WideBits>(x);
-  WideBits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  NarrowBits narrow = __builtin_convertvector(x == x ? rounded : rounded * 0 + 0x7fc0, NarrowBits);
+template <typename Wide, typename Narrow, typename Vector>
+inline void store_rounded(Vector x, BFloat16* y) {
+  Wide bits = reinterpret_cast<Wide>(x);
+  Wide rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  Narrow narrow = __builtin_convertvector(x == x ? rounded : rounded * 0 + 0x7fc0, Narrow);
   std::memcpy(y, &narrow, sizeof narrow);
 }
+
+inline void store(Lanes x, BFloat16* y) { store_rounded<WideBits, NarrowBits>(x, y); }
+inline void store(Four x, BFloat16* y) { store_rounded<FourWideBits, FourNarrowBits>(x, y); }
 
 inline float widened(float x) { return x; }
 

@@ -79,9 +79,10 @@ class Assistant:
         choice: int = 0,
         tools: Sequence[object] | None = None,
         adapter: str | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> Answer:
         """The assistant's answer to a conversation. Raises as `render`. adapter: see `Engine.add`."""
-        return self.continue_tokens(self.render(messages, tools), sampling, choice, adapter)
+        return self.continue_tokens(self.render(messages, tools, variables), sampling, choice, adapter)
 
     def render(
         self,

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import mpar
-from mpar.data import Tokenizer
+from mpar.data import Tokenizer, conversation
 from mpar.errors import ConfigError, MparError
 from mpar.infer import Sampling
 from mpar.serve._asked import Asked, read_chat, read_completion
@@ -225,7 +225,8 @@ class _Server:
         if asked.sampling.schema is not None:
             await asyncio.to_thread(self._check_schema, asked.sampling.schema)
         scores = asked.echo and asked.sampling.num_alternatives is not None
-        job = Job(prompts, asked.sampling, asked.num_choices, scores, asyncio.get_running_loop(), adapter=adapter)
+        loop = asyncio.get_running_loop()
+        job = Job(prompts, asked.sampling, asked.num_choices, scores, loop, adapter=adapter, only_prompts=asked.only_prompts)
         self.worker.submit(job)
         reply = Reply(asked, job, adapter or self.options.model, self.tokenizer, chat=chat, thinks=thinks)
         if asked.streams:
@@ -254,6 +255,7 @@ class _Server:
     async def _render(self, asked: Asked) -> list[int]:
         """The tokens of a conversation, up to where the assistant's answer begins."""
         template = self.tokenizer.template
+        _own_errors(lambda: conversation(asked.messages), "messages")
         field = "chat_template_kwargs" if asked.template_variables else "messages"
         field = "tools" if asked.tools and template is not None and not template.reads_tools else field
         render = functools.partial(self.worker.assistant.render, asked.messages, asked.tools, asked.template_variables)

@@ -25,7 +25,7 @@ class Asked:
     prompts:        texts or tokens to continue; of a conversation one None.
     messages:       the conversation; tools: the functions that the assistant may call in it.
     template_variables: what the chat template reads besides, such as `enable_thinking`.
-    echo:           the text of the prompt is part of the answer.
+    echo:           the text of the prompt is part of the answer. only_prompts: it is all of it.
     with_usage:     a stream ends with the counts of tokens.
     """
 
@@ -39,6 +39,7 @@ class Asked:
     tools: Sequence[Mapping[str, object]] | None = None
     template_variables: Mapping[str, object] = field(default_factory=dict)
     echo: bool = False
+    only_prompts: bool = False
 
 
 _NUMBER, _COUNT, _SWITCH, _TEXT, _OBJECT = "a number", "a whole number", "true or false", "a text", "an object"
@@ -119,10 +120,12 @@ def read_completion(body: object, defaults: Sampling) -> Asked:
     prompts = prompt if isinstance(prompt, list) and not _is_tokens(prompt) else [prompt]
     if not prompts or not all(isinstance(item, str) or (isinstance(item, list) and _is_tokens(item)) for item in prompts):
         raise _wrong("prompt", "must be a text, a list of tokens, or a list of these")
-    sampling = _sampling(fields, defaults, fields.get("max_tokens", 16))
+    echo, most = _field(fields, "echo", _SWITCH, False), fields.get("max_tokens", 16)
+    only_prompts = echo and most == 0 and _KINDS[_COUNT](most)
+    sampling = _sampling(fields, defaults, None if only_prompts else most)
     if fields.get("logprobs") is not None:
         sampling = _checked(sampling, "logprobs", num_alternatives=_field(fields, "logprobs", _COUNT, 0))
-    return replace(_asked(fields, prompts, sampling), echo=_field(fields, "echo", _SWITCH, False))
+    return replace(_asked(fields, prompts, sampling), echo=echo, only_prompts=only_prompts)
 
 
 def _is_tokens(value: Sequence[object]) -> bool:

@@ -1,51 +1,68 @@
-"""Metrics: what the worker counts, in the text format of Prometheus."""
+"""Metrics: what the worker counts and measures, in the text format of Prometheus."""
 
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from mpar.serve._worker import Worker
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from mpar.serve._worker import Counts, Worker
 
 __all__ = ["metrics_text"]
 
 
 def metrics_text(worker: Worker, model: str) -> str:
-    """All counts and gauges. Those that belong to an adapter have its name as `model`, those of the base the name `model`."""
-    counts = {model if adapter is None else adapter: found for adapter, found in worker.counts.items()}
-    steps, scheduler = worker.steps, worker.assistant.engine.scheduler
-    pools = scheduler.pools
-    by_model = [
-        ("prompt_tokens_total", "tokens of prompts", {name: found.prompt_tokens for name, found in counts.items()}),
-        (
-            "shared_tokens_total",
-            "tokens of prompts that the cache had already",
-            {name: found.shared_tokens for name, found in counts.items()},
-        ),
-        ("answer_tokens_total", "tokens of answers", {name: found.answer_tokens for name, found in counts.items()}),
-    ]
-    values = [
-        ("steps_total", "counter", "steps of the engine", steps.steps),
-        ("step_seconds_total", "counter", "time of these steps", steps.step_s),
-        ("refused_total", "counter", "requests refused because too many wait", steps.refused),
-        ("preempted_total", "counter", "answers that gave their pages back to others", scheduler.num_preempted),
-        ("running", "gauge", "answers that have a row", worker.num_running),
-        ("waiting", "gauge", "answers that wait for a row", worker.num_waiting),
-        ("pages", "gauge", "pages of the cache", sum(pool.num_pages - 1 for pool in pools)),
-        ("pages_free", "gauge", "pages that no answer uses", sum(pool.num_free for pool in pools)),
-    ]
-    lines = []
-    for name, about, found in by_model:
-        lines += _metric(name, "counter", about, [(_labels(model=label), value) for label, value in found.items()])
-    for name, kind, about, value in values:
-        lines += _metric(name, kind, about, [("", value)])
-    ended = [(_labels(model=label, finish=why), n) for label, found in counts.items() for why, n in sorted(found.ended.items())]
-    lines += _metric("answers_total", "counter", "answers that have ended", ended)
-    return "\n".join(lines) + "\n"
+    """All counts, gauges and histograms. Those that belong to an adapter have its name as `model`, those of the base `model`."""
+    return generate_latest(_Collector(worker, model)).decode()  # type: ignore[arg-type]  # all that it needs is `collect`
 
 
-def _metric(name: str, kind: str, about: str, values: Iterable[tuple[str, float]]) -> list[str]:
-    """The lines of a metric, of which each value has labels."""
-    return [f"# HELP mpar_{name} {about}", f"# TYPE mpar_{name} {kind}", *(f"mpar_{name}{labels} {n}" for labels, n in values)]
+@dataclass(frozen=True)
+class _Collector:
+    worker: Worker
+    model: str
+
+    def collect(self) -> Iterator[Metric]:
+        """See `prometheus_client.registry.Collector`."""
+        worker = self.worker
+        steps, scheduler = worker.steps, worker.assistant.engine.scheduler
+        pools = scheduler.pools
+        yield from self._by_model()
+        yield _counter("steps", "steps of the engine", steps.steps)
+        yield _counter("step_seconds", "time of these steps", steps.step_s)
+        yield _counter("refused", "requests refused because too many wait", steps.refused)
+        yield _counter("preempted", "answers that gave their pages back to others", scheduler.num_preempted)
+        yield _gauge("running", "answers that have a row", worker.num_running)
+        yield _gauge("waiting", "answers that wait for a row", worker.num_waiting)
+        yield _gauge("pages", "pages of the cache", sum(pool.num_pages - 1 for pool in pools))
+        yield _gauge("pages_free", "pages that no answer uses", sum(pool.num_free for pool in pools))
+        for histogram in steps.latencies.histograms:
+            yield from histogram.collect()
+
+    def _by_model(self) -> Iterator[Metric]:
+        counts = {self.model if adapter is None else adapter: found for adapter, found in self.worker.counts.items()}
+        for name, about, value in (
+            ("prompt_tokens", "tokens of prompts", lambda found: found.prompt_tokens),
+            ("shared_tokens", "tokens of prompts that the cache had already", lambda found: found.shared_tokens),
+            ("answer_tokens", "tokens of answers", lambda found: found.answer_tokens),
+        ):
+            metric = CounterMetricFamily(f"mpar_{name}", about, labels=["model"])
+            for label, found in counts.items():
+                metric.add_metric([label], value(found))
+            yield metric
+        yield _ended(counts.items())
 
 
-def _labels(**values: str) -> str:
-    return "{" + ",".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in values.items()) + "}"
+def _ended(counts: Iterable[tuple[str, Counts]]) -> Metric:
+    metric = CounterMetricFamily("mpar_answers", "answers that have ended", labels=["model", "finish"])
+    for label, found in counts:
+        for why, number in sorted(found.ended.items()):
+            metric.add_metric([label, why], number)
+    return metric
+
+
+def _counter(name: str, about: str, value: float) -> Metric:
+    return CounterMetricFamily(f"mpar_{name}", about, value)
+
+
+def _gauge(name: str, about: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"mpar_{name}", about, value)

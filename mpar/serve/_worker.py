@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from mpar.errors import ConfigError, NumericsError
 from mpar.infer import Answer, Assistant, Chosen, Sampling
+from mpar.serve._latencies import Latencies
 from mpar.serve._refusal import Refusal
 
 __all__ = ["Counts", "Grown", "Job", "StepCounts", "Worker"]
@@ -37,6 +38,7 @@ class Job:
 
     scores_prompts: whether log-probabilities of the prompts' own tokens are wanted, too.
     adapter:        the name of the adapter with which they are answered; None: the model alone.
+    only_prompts:   whether no token is wanted behind the prompts.
     events:         what has come; None: the client has left.
     """
 
@@ -49,10 +51,22 @@ class Job:
     is_cancelled: bool = False
     num_shared: int = 0
     adapter: str | None = None
+    only_prompts: bool = False
+    asked_s: float = field(default_factory=time.monotonic)
 
     def tell(self, grown: Grown) -> None:
         """Let the event loop know; called by the worker."""
         self.loop.call_soon_threadsafe(self.events.put_nowait, grown)
+
+
+@dataclass
+class _Place:
+    """Where an answer belongs: its job and its index there; how many of its tokens were told, and when the last of them was."""
+
+    job: Job
+    index: int
+    told: int = 0
+    told_s: float = 0.0
 
 
 @dataclass
@@ -72,6 +86,7 @@ class StepCounts:
     steps: int = 0
     step_s: float = 0.0
     refused: int = 0
+    latencies: Latencies = field(default_factory=Latencies)
 
 
 class Worker(threading.Thread):
@@ -87,7 +102,7 @@ class Worker(threading.Thread):
         self.steps, self.failure = StepCounts(), ""
         self.counts = {adapter: Counts() for adapter in (None, *assistant.engine.runner.adapters)}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._places: dict[Answer, tuple[Job, int, int]] = {}  # its job, its index there, and how many of its tokens were told
+        self._places: dict[Answer, _Place] = {}
         self._jobs: dict[Job, int] = {}  # jobs that have not ended, with their numbers of answers that have not
         self._num_queued = 0  # answers that the event loop has asked for and the thread has not begun yet
         self._prepares = True  # whether the runner has something to prepare
@@ -195,20 +210,25 @@ class Worker(threading.Thread):
             for choice in range(job.num_choices):
                 job.tell(Grown(number * job.num_choices + choice, prompt=scores))
         for choice in range(job.num_choices):
-            answer = self.assistant.continue_tokens(tokens, job.sampling, choice, job.adapter)
-            self._places[answer] = (job, number * job.num_choices + choice, 0)
+            index = number * job.num_choices + choice
+            if job.only_prompts:
+                job.tell(Grown(index, finish="length"))
+                self._count_end(job, "length")
+            else:
+                answer = self.assistant.continue_tokens(tokens, job.sampling, choice, job.adapter)
+                self._places[answer] = _Place(job, index)
         self.counts[job.adapter].prompt_tokens += len(tokens)
 
     def _drop(self, job: Job) -> None:
-        for answer in [answer for answer, place in self._places.items() if place[0] is job]:
+        for answer in [answer for answer, place in self._places.items() if place.job is job]:
             self.assistant.cancel(answer)
             self._end(answer, "cancelled")
         self._jobs.pop(job, None)
 
     def _growth(self, answer: Answer) -> tuple[Job, Grown]:
         """What an answer has grown by, and of which job it is. If it could not be made, the others of its job are given up."""
-        job, index, told = self._places[answer]
-        request = answer.request
+        place = self._places[answer]
+        job, index, told, request = place.job, place.index, place.told, answer.request
         try:
             request.check()
         except NumericsError as error:
@@ -218,15 +238,29 @@ class Worker(threading.Thread):
         if told == 0:
             job.num_shared += request.num_shared or 0
             self.counts[job.adapter].shared_tokens += request.num_shared or 0
-        self._places[answer] = (job, index, len(request.chosen))
+        self._measure(place, len(request.chosen))
         self.counts[job.adapter].answer_tokens += len(request.chosen) - told
         grown = Grown(index, answer.take(), request.chosen[told:], request.finish)
         if request.finish is not None:
             self._end(answer, request.finish)
         return job, grown
 
+    def _measure(self, place: _Place, count: int) -> None:
+        """Keep that so many tokens of an answer are told now."""
+        now_s = time.monotonic()
+        if place.told == 0 and count:
+            self.steps.latencies.first_token_s.observe(now_s - place.job.asked_s)
+        elif count > place.told:
+            self.steps.latencies.next_token_s.observe((now_s - place.told_s) / (count - place.told))
+        place.told, place.told_s = count, now_s
+
     def _end(self, answer: Answer, why: str) -> None:
-        job, _, _ = self._places.pop(answer)
+        job = self._places.pop(answer).job
+        if why in ("stop", "length"):
+            self.steps.latencies.answer_s.observe(time.monotonic() - job.asked_s)
+        self._count_end(job, why)
+
+    def _count_end(self, job: Job, why: str) -> None:
         self._jobs[job] -= 1
         if self._jobs[job] == 0:
             del self._jobs[job]

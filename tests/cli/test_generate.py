@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import pytest
 import torch
@@ -46,6 +47,33 @@ def test_a_file_of_prompts(capsys, folder, tmp_path):
     assert records[2]["messages"] == lines[1]["messages"]
     assert records[0]["answer"] != records[1]["answer"]
     assert all(token["logprob"] <= 0 and len(token["alternatives"]) == 2 for record in records for token in record["tokens"])
+
+
+def test_answers_that_the_length_cuts_are_said(capsys, folder, tmp_path):
+    """Fewer tokens than were asked for because no more fit in a row: of one answer, and of how many of a file."""
+    long, short = "x" * 20, "y"
+    keys = ["chat=false", "length=24", "max_new_tokens=9"]
+    _, _, noted = ask(capsys, folder, f"prompt={long}", *keys)
+    assert "the answer ended before max_new_tokens=9: prompt and answer fill the 24 tokens of a row (length=)" in noted
+    assert "ended before" not in ask(capsys, folder, f"prompt={short}", *keys)[2]
+    (tmp_path / "asked.txt").write_text(f"{long}\n{short}\n")
+    assert "1 of 2 answers ended before max_new_tokens=9" in ask(capsys, folder, f"prompts={tmp_path}/asked.txt", *keys)[2]
+
+
+def test_variables_of_the_chat_template(capsys, folder):
+    """They reach the template; those that it does not read are refused, and all of them where no template is read."""
+    reads = folder.parent / "reads"
+    shutil.copytree(folder, reads, dirs_exist_ok=True)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if brief is defined and brief %}!{% endif %}"
+    about = json.loads((reads / "tokenizer_config.json").read_text())
+    (reads / "tokenizer_config.json").write_text(json.dumps({**about, "chat_template": template}))
+    (reads / "chat_template.jinja").unlink(missing_ok=True)
+    said = {value: ask(capsys, reads, "prompt=hi", f"chat_template_kwargs={{brief: {value}}}")[1] for value in ("true", "false")}
+    assert said["true"] == ask(capsys, reads, "prompt=hi!")[1] != said["false"] == ask(capsys, reads, "prompt=hi")[1]
+    code, _, noted = ask(capsys, folder, "prompt=hi", "chat_template_kwargs={brief: true}")
+    assert code == 1 and "reads no brief" in noted
+    code, _, noted = ask(capsys, reads, "prompt=hi", "chat=false", "chat_template_kwargs={brief: true}")
+    assert code == 2 and "chat_template_kwargs are for a chat template" in noted
 
 
 @pytest.fixture(scope="module")

@@ -120,7 +120,7 @@ def test_counts_by_model(server, client):
         'mpar_prompt_tokens_total{model="sql-v2"}': 80,
         'mpar_shared_tokens_total{model="sql-v2"}': 32,
         'mpar_answer_tokens_total{model="sql-v2"}': 6,
-        'mpar_answers_total{model="sql-v2",finish="length"}': 2,
+        'mpar_answers_total{finish="length",model="sql-v2"}': 2,
     }
     assert worker.counts["sql-v2"].answer_tokens == after['mpar_answer_tokens_total{model="sql-v2"}']
 

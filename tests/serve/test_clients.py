@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from mpar import models
 from mpar.infer import RowRunner, Sizes
@@ -67,6 +68,22 @@ def test_completions_of_several_prompts(client):
     streamed = list(client.completions.create(model="tiny", prompt="abc", max_tokens=5, stream=True, echo=True))
     at_once = client.completions.create(model="tiny", prompt="abc", max_tokens=5, echo=True)
     assert "".join(chunk.choices[0].text for chunk in streamed) == at_once.choices[0].text
+
+
+def test_the_scores_of_a_prompt_alone(client, server):
+    """max_tokens=0 with echo gives the prompt with the log-probabilities that it has before an answer, and no token behind."""
+    how = {"model": "tiny", "prompt": ["abc", list(b"de")], "echo": True, "logprobs": 1}
+    longer, alone = (client.completions.create(**how, max_tokens=count) for count in (1, 0))
+    for with_answer, choice in zip(longer.choices, alone.choices, strict=True):
+        count = len(choice.logprobs.tokens)
+        assert (choice.text, choice.finish_reason) == (with_answer.text[:count], "length") and count in (2, 3)
+        assert choice.logprobs.token_logprobs == with_answer.logprobs.token_logprobs[:count]
+    assert (alone.usage.prompt_tokens, alone.usage.completion_tokens) == (5, 0)
+    streamed = client.completions.create(**how, max_tokens=0, stream=True, stream_options={"include_usage": True})
+    assert "".join(chunk.choices[0].text for chunk in streamed if chunk.choices) == "abcde"
+    assert server[1].num_running == server[1].num_waiting == 0 and not server[1]._jobs
+    with pytest.raises(openai.BadRequestError, match="max_tokens must be at least 1"):
+        client.completions.create(model="tiny", prompt="abc", max_tokens=0)
 
 
 def test_lines_of_a_stream_are_lines_to_every_client(server):
@@ -326,13 +343,23 @@ def test_exceptions_of_the_client(client):
 
 
 def test_counts_for_prometheus(server):
-    """Each metric has its help and type; what was answered is counted."""
+    """What was answered is counted, as Prometheus reads it; how long clients waited is in histograms."""
     address, worker = server
-    httpx.post(f"{address}/v1/completions", json={"prompt": "abc", "max_tokens": 2})
-    lines = httpx.get(f"{address}/metrics").text.splitlines()
-    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    assert int(values['mpar_answer_tokens_total{model="tiny"}']) == worker.counts[None].answer_tokens > 0
-    assert sum(line.startswith("# TYPE") for line in lines) == sum(line.startswith("# HELP") for line in lines) >= 11
+
+    def values() -> dict[str, float]:
+        text = httpx.get(f"{address}/metrics").text
+        samples = [sample for metric in text_string_to_metric_families(text) for sample in metric.samples]
+        return {f"{sample.name}{''.join(sample.labels.values())}": sample.value for sample in samples}
+
+    before = values()
+    httpx.post(f"{address}/v1/completions", json={"prompt": "abc", "max_tokens": 5, "ignore_eos": True})
+    after = values()
+    assert after["mpar_answer_tokens_totaltiny"] == worker.counts[None].answer_tokens > 0
+    assert after["mpar_answers_totallengthtiny"] == before.get("mpar_answers_totallengthtiny", 0) + 1
+    for name, count in (("time_to_first_token", 1), ("inter_token_latency", 4), ("e2e_request_latency", 1)):
+        name = f"mpar_{name}_seconds"
+        assert after[f"{name}_count"] - before[f"{name}_count"] == count
+        assert after[f"{name}_bucket+Inf"] == after[f"{name}_count"] and after[f"{name}_sum"] > before[f"{name}_sum"]
 
 
 def test_tokens_of_texts(server):

@@ -126,6 +126,12 @@ def test_tools_that_the_template_would_leave_out(server):
         assert httpx.post(f"{server[0]}/v1/chat/completions", json={**body, **harmless}).status_code == 200
 
 
+def test_what_is_wrong_with_messages_is_said_of_messages(server):
+    """Also where the request names variables of the template."""
+    body = {"messages": [{"role": "user", "content": 3}], "max_tokens": 1, "chat_template_kwargs": {"enable_thinking": False}}
+    assert refused(httpx.post(f"{server[0]}/v1/chat/completions", json=body))["param"] == "messages"
+
+
 def test_pages_of_other_sites(server):
     """A browser sends what a page of another site asks for, and says so; the page of the server itself may ask."""
     body = {"prompt": "a", "max_tokens": 1}
