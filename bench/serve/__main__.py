@@ -82,22 +82,18 @@ def measure(keys: Sequence[str], num_clients: int, duration_s: float, num_compar
         byte_tokenizer().save(name)
         command = [sys.executable, "-m", "mpar", "serve", f"path={name}", "port=0", *keys]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-            assert server.stderr is not None
-            line = server.stderr.readline()
-            found = re.search(r"http://127.0.0.1:\d+", line)
-            if found is None:
-                raise SystemExit(line + server.stderr.read())
+            address = _address(server)
             memory = Memory(server.pid)
             memory.start()
             began, foreign = time.monotonic(), foreign_cpu_s()
             try:
-                load = asyncio.run(under_load(found[0], num_clients, duration_s, 200, seed))
+                load = asyncio.run(under_load(address, num_clients, duration_s, 200, seed))
                 wall_s = time.monotonic() - began
                 busy_cores = (foreign_cpu_s() - foreign) / wall_s
                 memory.ended.set()
                 stayed = [asked for asked in load.asked if asked.leaves_after is None]
                 compared = random.Random(seed).sample(stayed, min(num_compared, len(stayed)))
-                unlike = sum(asyncio.run(answer_alone(found[0], asked)) != asked.tokens for asked in compared)
+                unlike = sum(asyncio.run(answer_alone(address, asked)) != asked.tokens for asked in compared)
             finally:
                 memory.ended.set()
                 _stop(server)
@@ -106,6 +102,17 @@ def measure(keys: Sequence[str], num_clients: int, duration_s: float, num_compar
                 print(asked.failure[:200], file=sys.stderr)
         figures = summarise(load, memory.growth_mb(), len(compared), unlike, wall_s)
         return {**figures, "wall_s": round(wall_s, 1), "busy_cores": round(busy_cores, 2)}
+
+
+def _address(server: subprocess.Popen[str]) -> str:
+    """Where a server listens, which it says when it does; before, it may say that kernels are compiled."""
+    assert server.stderr is not None
+    said = []
+    for line in server.stderr:
+        said.append(line)
+        if found := re.search(r"http://127.0.0.1:\d+", line):
+            return found[0]
+    raise SystemExit("".join(said))
 
 
 def _stop(server: subprocess.Popen[str]) -> None:

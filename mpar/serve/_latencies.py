@@ -1,8 +1,10 @@
 """Latencies: how long clients wait for the first token, from token to token, and for the answer, as histograms."""
 
-from prometheus_client import Histogram
+from prometheus_client import Histogram, disable_created_metrics
 
 __all__ = ["Latencies"]
+
+disable_created_metrics()  # the library would add a gauge to each histogram, of when it was made
 
 _BOUNDS_S = tuple(0.001 * 2**power for power in range(19))
 """From a millisecond to four minutes."""
