@@ -47,8 +47,9 @@ class Chosen:
     alternatives: tuple[tuple[int, float], ...] = ()
 
 
-def choose(logits_RV: Tensor, rows: Sequence[History]) -> list[Chosen]:
-    """The next token of each of `rows` from its row of `logits_RV`. Among equally likely tokens, the smallest id is taken."""
+def choose(logits_RV: Tensor, rows: Sequence[History]) -> list[Chosen | None]:
+    """The next token of each of `rows` from its row of `logits_RV`; None if the largest of these is no finite number. Among
+    equally likely tokens, the smallest id is taken."""
     logits_RV = logits_RV.to(torch.float32)
     changed_RV = _changed(logits_RV, rows)
     drawn = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
@@ -58,8 +59,11 @@ def choose(logits_RV: Tensor, rows: Sequence[History]) -> list[Chosen]:
         tokens_R = changed_RV.argmax(-1)
         if drawn:
             tokens_R[drawn] = _drawn(changed_RV[drawn], [rows[index] for index in drawn])
-    chosen = [Chosen(token) for token in tokens_R.tolist()]
-    asked = [index for index, row in enumerate(rows) if row.sampling.num_alternatives is not None]
+    are_largest = changed_RV is logits_RV and not drawn
+    largest_R = logits_RV.gather(1, tokens_R[:, None])[:, 0] if are_largest else logits_RV.amax(-1)
+    pairs = zip(tokens_R.tolist(), largest_R.isfinite().tolist(), strict=True)
+    chosen = [Chosen(token) if is_finite else None for token, is_finite in pairs]
+    asked = [index for index, row in enumerate(rows) if row.sampling.num_alternatives is not None and chosen[index] is not None]
     if asked:
         counts = [rows[index].sampling.num_alternatives or 0 for index in asked]
         for index, with_logprobs in zip(asked, _with_logprobs(logits_RV[asked], tokens_R[asked], counts), strict=True):

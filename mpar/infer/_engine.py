@@ -129,14 +129,13 @@ class Engine:
             return []
         rows = [request.row for request in grown]
         logits = logits_RV if rows == list(range(len(logits_RV))) else logits_RV[rows]
-        are_finite = logits.amax(-1).isfinite().tolist()
         found = choose(logits, [self._history(request) for request in grown])
-        for request, chosen, is_finite in zip(grown, found, are_finite, strict=True):
-            if is_finite:
+        for request, chosen in zip(grown, found, strict=True):
+            if chosen is None:
+                self.scheduler.finish(request, "error")
+            else:
                 request.append(chosen)
                 self._end(request)
-            else:
-                self.scheduler.finish(request, "error")
         return grown
 
     def forget(self) -> None:

@@ -176,3 +176,14 @@ def test_impossible_values_are_refused_together():
     with pytest.raises(ConfigError) as raised:
         Sampling(**WRONG)
     assert all(f"{name}=" in str(raised.value) for name in WRONG)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"temperature": 1.0}, {"bias": {1: 2.0}}, {"num_alternatives": 2}], ids=str)
+def test_rows_without_finite_logits_have_no_token(bad, changes):
+    """None takes the place of their token; the others have theirs. One -inf among finite logits is a token that cannot come."""
+    logits_RV = torch.randn(3, 8)
+    logits_RV[1] = bad
+    logits_RV[2, 3] = bad
+    found = choose(logits_RV, [History([1], [], Sampling(**changes))] * 3)
+    assert [chosen is None for chosen in found] == [False, True, bad != -torch.inf]
