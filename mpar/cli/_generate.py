@@ -36,7 +36,7 @@ end of input stops. A file of prompts has one in each line, or is .jsonl with ob
 "adapter", one of the names in adapters='{{french: FOLDER, sql: FOLDER}}'.
 
 {SWITCHES_HELP}"""
-_SHORTEST_S = 0.05  # is 0.1 where it is said
+_SHORTEST_S = 0.05  # a shorter time would be printed as 0.0 s
 _FROM_FILE = "null: as generation_config.json of the model says, else "
 
 
@@ -110,7 +110,7 @@ def _check(config: GenerateConfig) -> None:
     if config.system is not None and not config.chat:
         problems.append("a system message needs chat=true")
     if config.chat_template_kwargs and not config.chat:
-        problems.append("chat_template_kwargs are for a chat template, which chat=true takes")
+        problems.append("chat_template_kwargs need chat=true")
     if config.schema is not None:
         _read_schema(Path(config.schema))
     if "" in config.stop:

@@ -73,7 +73,7 @@ def test_variables_of_the_chat_template(capsys, folder):
     code, _, noted = ask(capsys, folder, "prompt=hi", "chat_template_kwargs={brief: true}")
     assert code == 1 and "reads no brief" in noted
     code, _, noted = ask(capsys, reads, "prompt=hi", "chat=false", "chat_template_kwargs={brief: true}")
-    assert code == 2 and "chat_template_kwargs are for a chat template" in noted
+    assert code == 2 and "chat_template_kwargs need chat=true" in noted
 
 
 @pytest.fixture(scope="module")
