@@ -165,6 +165,21 @@ void multiply_few_rows(const Call& call, Left<T>& left, const T* w, int64_t coun
   if constexpr (ROWS > 1) multiply_few_rows<ROWS - 1>(call, left, w, count, distance);
 }
 
+// A row in float32, in pairs of vectors as `load_half` gives them; the numbers that the last pair lacks are zero.
+template <typename T>
+void widen_row(const T* x, int64_t count, float* y) {
+  const auto widen_pair = [&](const T* pair, int64_t i) {
+    for (int half = 0; half < 2; ++half) store(load_half(pair, half), y + i + half * WIDTH);
+  };
+  const int64_t in_pairs = count / PAIR * PAIR;
+  for (int64_t i = 0; i < in_pairs; i += PAIR) widen_pair(x + i, i);
+  if (in_pairs < count) {
+    T pair[PAIR];
+    with_zeros(x + in_pairs, count - in_pairs, pair);
+    widen_pair(pair, in_pairs);
+  }
+}
+
 // The first place from here on at which memory gives a line: a vector that lies in two of them is loaded twice.
 inline float* first_of_line(float* x) {
   constexpr uintptr_t bytes = LINE * sizeof(float);
@@ -176,14 +191,10 @@ void multiply_all_columns(const Call& call, const T* x, const T* w, T* y) {
   constexpr int64_t most = (REGISTERS - 1) / (COLUMNS + 1);  // their sums and vectors of x, and one of w, stay in registers
   Call inside = call;
   inside.x_row = (call.inner + PAIR - 1) / PAIR * PAIR;
-  std::vector<float> memory(call.rows * inside.x_row + LINE);
+  static thread_local std::vector<float> memory;  // kept: the first use of new memory takes longer than to widen a row into it
+  memory.resize(std::max<size_t>(memory.size(), call.rows * inside.x_row + LINE));
   float* wide = first_of_line(memory.data());
-  for (int64_t r = 0; r < call.rows; ++r)
-    for (int64_t i = 0; i < call.inner; i += PAIR) {
-      T pair[PAIR];
-      with_zeros(x + r * call.x_row + i, std::min(PAIR, call.inner - i), pair);
-      for (int half = 0; half < 2; ++half) store(load_half(pair, half), wide + r * inside.x_row + i + half * WIDTH);
-    }
+  for (int64_t r = 0; r < call.rows; ++r) widen_row(x + r * call.x_row, call.inner, wide + r * inside.x_row);
   // Columns that are computed together are far apart, as memory gives several streams of a thread faster than one.
   const int64_t threads = call.rows * call.inner * call.columns > SHORT ? omp_get_max_threads() : 1;
   const int64_t distance = (call.columns + threads * COLUMNS - 1) / (threads * COLUMNS);

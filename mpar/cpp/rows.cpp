@@ -1,4 +1,4 @@
-// Norms, activations, rotations and softmax on a CPU: one pass over memory for each, where torch's ops take several.
+// Norms, activations, rotations, softmax and largest numbers on a CPU: one pass over memory for each, where torch's ops take several.
 //
 // Rows are divided among threads. Each sum is computed in an order that depends on shapes alone. All is computed in float32;
 // operands and results of bfloat16 are rounded where torch's ops round them, which store each step.
@@ -87,6 +87,23 @@ inline float lse_of_infinite(int64_t size, const float* x, float most) {
   for (int64_t i = 0; i < size; ++i)
     if (std::isnan(x[i])) return x[i];
   return most;
+}
+
+// The first place of the largest number. A NaN counts as larger than all others.
+inline int64_t place_of_largest(int64_t size, const float* x) {
+  constexpr int64_t block = 64 * WIDTH;
+  float most = NOTHING;
+  int64_t place = 0;  // of the block that it is in
+  for (int64_t i = 0; i < size; i += block) {
+    const int64_t count = std::min(block, size - i);
+    int32_t has_nan = 0;
+#pragma omp simd reduction(| : has_nan)
+    for (int64_t j = i; j < i + count; ++j) has_nan |= x[j] != x[j];
+    if (has_nan) return std::find_if(x + i, x + size, [](float y) { return std::isnan(y); }) - x;
+    const float here = largest_of_row(count, x + i);
+    if (here > most) most = here, place = i;
+  }
+  return std::find(x + place, x + size, most) - x;
 }
 
 // Rows of logits; `x_row` and `y_row`: from one to the next in x and y.
@@ -217,6 +234,17 @@ extern "C" void softmax_statistics(const Logits* given, const float* x, const in
     logits[row] = from[labels[row]];
     lse[row] = std::isinf(most) ? lse_of_infinite(all.columns, from, most) : most + log_sum;
     logp[row] = logits[row] - most - log_sum;  // a label that is almost certain loses no digits to the size of its logit
+  }
+}
+
+// Of each row the largest number and its place.
+extern "C" void largest(const Logits* given, const float* x, float* values, int64_t* places) {
+  const Logits& all = *given;
+#pragma omp parallel for if (all.rows > 1 && all.rows * all.columns > SHORT)
+  for (int64_t row = 0; row < all.rows; ++row) {
+    const float* from = x + row * all.x_row;
+    places[row] = place_of_largest(all.columns, from);
+    values[row] = from[places[row]];
   }
 }
 

@@ -1,5 +1,6 @@
 """Choose: the next tokens of many rows from their logits, in one pass. No row's token depends on other rows."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,15 +55,15 @@ def choose(logits_RV: Tensor, rows: Sequence[History]) -> list[Chosen | None]:
     changed_RV = _changed(logits_RV, rows)
     drawn = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
     if len(drawn) == len(rows):
-        tokens_R = _drawn(changed_RV, rows)
+        tokens_R, largest_R = _drawn(changed_RV, rows), logits_RV.amax(-1)
     else:
-        tokens_R = changed_RV.argmax(-1)
+        largest_R, tokens_R = ops.row_max(changed_RV)
+        if changed_RV is not logits_RV:
+            largest_R = logits_RV.amax(-1)
         if drawn:
             tokens_R[drawn] = _drawn(changed_RV[drawn], [rows[index] for index in drawn])
-    are_largest = changed_RV is logits_RV and not drawn
-    largest_R = logits_RV.gather(1, tokens_R[:, None])[:, 0] if are_largest else logits_RV.amax(-1)
-    pairs = zip(tokens_R.tolist(), largest_R.isfinite().tolist(), strict=True)
-    chosen = [Chosen(token) if is_finite else None for token, is_finite in pairs]
+    pairs = zip(tokens_R.tolist(), largest_R.tolist(), strict=True)
+    chosen = [Chosen(token) if math.isfinite(largest) else None for token, largest in pairs]
     asked = [index for index, row in enumerate(rows) if row.sampling.num_alternatives is not None and chosen[index] is not None]
     if asked:
         counts = [rows[index].sampling.num_alternatives or 0 for index in asked]

@@ -41,6 +41,7 @@ from mpar.ops._quantise_fp8 import (
 from mpar.ops._random import Key, dropout, fold_in, fold_key, random_normal, random_quads, random_uniform
 from mpar.ops._rms_norm import rms_norm
 from mpar.ops._rope import rope, rope_many
+from mpar.ops._row_max import row_max
 from mpar.ops._sgd import sgd, sgd_many
 from mpar.ops._stand_in import StandIn, of_rows
 from mpar.ops._sum_squares import sum_squares
@@ -192,6 +193,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_many",
+    "row_max",
     "scan_by_rows",
     "sgd",
     "sgd_many",

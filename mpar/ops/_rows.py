@@ -1,4 +1,4 @@
-"""Rows: norms, activations, rotations, softmax on a CPU by mpar's C++ kernels (mpar/cpp/rows.cpp), in one pass each.
+"""Rows: norms, activations, rotations, softmax, largest numbers on a CPU by mpar's C++ (mpar/cpp/rows.cpp), in one pass each.
 
 Operands are of float32 or, but for softmax, of bfloat16. Each function gives None where there is no kernel for its operands; then
 torch's ops do the same in several passes.
@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from mpar.cpp import cpp_function, cpp_structure
 
 __all__ = [
+    "largest_of_rows",
     "rms_norm_backward_rows",
     "rms_norm_rows",
     "rotated_rows",
@@ -107,6 +108,16 @@ def _in_rows(x: Tensor, width: int) -> Tensor:
     """Rows of so many numbers, each in one piece of memory. The halves of a joined product are not copied."""
     rows = x.reshape(-1, width)
     return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def largest_of_rows(x_TV: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The largest number of each row and its place, as `torch.max` gives them."""
+    run = cpp_function("rows", "largest", 4)
+    if run is None or not _are_plain(x_TV) or x_TV.stride(-1) != 1:
+        return None
+    values, places = x_TV.new_empty(x_TV.shape[0]), x_TV.new_empty(x_TV.shape[0], dtype=torch.int64)
+    run(_Logits(*x_TV.shape, x_TV.stride(0), 0), x_TV, values, places)
+    return values, places
 
 
 def softmax_takes(*tensors: Tensor) -> bool:

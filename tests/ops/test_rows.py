@@ -1,9 +1,9 @@
-"""Norms, activations, rotations and softmax in C++: against the primitives' meaning in float64, and what is left to torch."""
-
+"""The C++ kernels of rows: against the primitives' meaning in float64, and what is left to torch."""
 
 import pytest
 import torch
 
+from mpar import ops
 from mpar.ops import PRIMITIVES, _rows
 from mpar.testing import assert_close
 from tests.kernels_in_cpp import needs_kernels
@@ -163,3 +163,20 @@ def test_what_is_left_to_torch(make_tensor):
     assert _rows.rms_norm_rows(torch.empty(0, 4), torch.ones(4), 1e-6) is None
     gaps, table = make_tensor((1, 2, 8, 3)).mT, make_tensor((1, 2, 4))
     assert _rows.rotated_rows(gaps, table, table, None, interleaved=False) is None
+
+
+@pytest.mark.parametrize("size", [1, 7, 512, 513, 20_000])
+def test_the_largest_number_of_a_row_and_its_place(size):
+    """The first of equal ones, in whichever block it is; the first NaN, and infinite ones; in rows that are parts of others."""
+    x = torch.randn(8, size + 3, generator=torch.Generator().manual_seed(0)).round(decimals=1)[:, :size]
+    x[0, [size // 2, size - 1]] = x[1, size - 1] = 9.0
+    x[2] = -torch.inf
+    x[3, [size // 2, size - 1]] = torch.nan
+    x[4, 0], x[4, size - 1] = torch.inf, torch.nan
+    x[5] = -0.0
+    x[5, size // 2] = 0.0
+    x[6, size // 3] = torch.inf
+    for rows in (x, x[:1], x[::2], x.T.contiguous().T, x.double()):
+        values, places = ops.row_max(rows)
+        assert torch.equal(places, rows.argmax(-1))
+        torch.testing.assert_close(values, rows.gather(1, places[:, None])[:, 0], rtol=0, atol=0, equal_nan=True)
