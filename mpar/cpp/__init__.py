@@ -19,7 +19,7 @@ from typing import cast
 
 import torch
 
-from mpar.cpp._calls import MOST_OPERANDS, Calls, Operand, address_of, after_calls, calls_of_thread
+from mpar.cpp._calls import MOST_OPERANDS, Calls, Operand, address_of, after_calls, assume, calls_of_thread
 from mpar.errors import ConfigError
 from mpar.kept_files import KeptFiles, NotUsableError
 from mpar.user_cache import user_cache
@@ -29,6 +29,7 @@ __all__ = [
     "Calls",
     "Operand",
     "after_calls",
+    "assume",
     "calls_of_thread",
     "cpp_function",
     "cpp_structure",

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-__all__ = ["MOST_OPERANDS", "Calls", "Operand", "address_of", "after_calls", "calls_of_thread"]
+__all__ = ["MOST_OPERANDS", "Calls", "Operand", "address_of", "after_calls", "assume", "calls_of_thread"]
 
 Operand = Tensor | ctypes.Structure | ctypes.c_int64 | int | None
 """A tensor, structure or number, the address of which a function is given; an integer, which may be an address; None: 0."""
@@ -28,6 +28,7 @@ class Calls:
         self._numbers: list[int] = []
         self._operands: list[Operand] = []
         self._checks: list[Callable[[], None]] = []
+        self._assumed: dict[object, tuple[Callable[..., bool], Sequence[Tensor]]] = {}
         self._message = ctypes.create_string_buffer(_MESSAGE)
 
     def add(self, function: int, operands: Sequence[Operand]) -> None:
@@ -46,8 +47,16 @@ class Calls:
         finally:
             _thread.calls = None
 
-    def __call__(self) -> None:
-        """Make all calls. Raises RuntimeError with what the first function says that fails."""
+    @property
+    def assumed(self) -> Sequence[Tensor]:
+        """The tensors on whose numbers it depends whether these calls do what was asked for."""
+        return [x for _, tensors in self._assumed.values() for x in tensors]
+
+    def __call__(self) -> bool:
+        """Make all calls. False if what was assumed does not hold: then none is made. Raises RuntimeError with what the first
+        function says that fails."""
+        if not all(condition(*tensors) for condition, tensors in self._assumed.values()):
+            return False
         start = ctypes.addressof(self._array)
         self._run(start, start + ctypes.sizeof(self._array), ctypes.addressof(self._message))
         if self._message.value:
@@ -55,6 +64,7 @@ class Calls:
             raise RuntimeError(said)
         for check in self._checks:
             check()
+        return True
 
     @functools.cached_property
     def _array(self) -> ctypes.Array:
@@ -75,6 +85,16 @@ def after_calls(check: Callable[[], None]) -> None:
         check()
     else:
         calls._checks.append(check)
+
+
+def assume(condition: Callable[..., bool], *tensors: Tensor) -> bool:
+    """Whether `condition(*tensors)` holds. Calls that are written down are written for the case that it does: it is asked before
+    they are made, so the tensors must have their numbers by then."""
+    calls = calls_of_thread()
+    if calls is None:
+        return condition(*tensors)
+    calls._assumed[condition, *((x.data_ptr(), x.shape, x.stride()) for x in tensors)] = condition, tensors
+    return True
 
 
 def address_of(x: Operand) -> int | None:

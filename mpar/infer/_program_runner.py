@@ -40,6 +40,8 @@ programs of one model apart."""
 _FIRST, _GROWTH = (1, 4, 8, 16), 2
 """The numbers of tokens for which there are programs: these, and then each exceeds the one before by a factor. More of them would
 mean less padding, but more to compile; most steps of an engine have one token of each of a few rows."""
+_RECORDED = 32
+"""Steps of at most so many tokens are recorded. A record keeps all that its step allocates; longer steps gain little by it."""
 
 
 _FILL = {"tokens": 0, "positions": 0, "rows": -1}
@@ -153,7 +155,7 @@ class ProgramRunner:
         step of padding."""
         run = self._bound(self.programs[count])
         on_cpu = self._execution == "inductor" and self.device.type == "cpu"
-        self._runs[count] = Replay(run, cpp_calls) if on_cpu and isinstance(run, RankRun) and count <= _FIRST[-1] else run
+        self._runs[count] = Replay(run, cpp_calls) if on_cpu and isinstance(run, RankRun) and count <= _RECORDED else run
         if self._execution == "inductor":
             self._run(count, self._padding(count))
 

@@ -7,7 +7,7 @@ is copied into them, the state is updated in them, and metrics are copied out.
 
 import contextlib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +18,23 @@ from mpar.runtime._state import NO_LIMITS, Limits, State
 
 __all__ = ["Replay", "cuda_graph"]
 
-Capture = Callable[[Callable[[], None]], Callable[[], None] | None]
-"""`capture(work)` records what `work` does, without its effects, and returns a function that does it; None if it cannot."""
+Capture = Callable[[Callable[[], None], Sequence[Tensor]], Callable[[], bool] | None]
+"""`capture(work, given)` records what `work` does, without its effects, and returns a function that does it; None if it cannot.
+The function returns False, and does nothing, if `work` would do something else with the numbers that `given` have by then."""
 
 
-def cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
-    """Record the kernels that `work` launches, on the current stream and on others that wait for it and that it waits for."""
+def cuda_graph(work: Callable[[], None], given: Sequence[Tensor]) -> Callable[[], bool]:
+    """Record the kernels that `work` launches, on the current stream and on others that wait for it and that it waits for. No
+    number may decide which these are."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return graph.replay
+
+    def replay() -> bool:
+        graph.replay()
+        return True
+
+    return replay
 
 
 class Replay:
@@ -45,7 +52,7 @@ class Replay:
         self.batch: dict[str, Tensor] = {}
         self.scalars: list[Tensor] = []
         self.metrics: dict[str, Tensor] = {}
-        self.replay: Callable[[], None] | None = None
+        self.replay: Callable[[], bool] | None = None
 
     def __call__(
         self, state: State, batch: Mapping[str, Tensor], limits: Limits = NO_LIMITS
@@ -68,7 +75,8 @@ class Replay:
             scalar.copy_(number) if isinstance(number, Tensor) else scalar.fill_(number)
         assert self.replay is not None
         with _on(self.run.device):
-            self.replay()
+            if not self.replay():
+                return self.run(State(leaves, state.step, state.skipped), batch, limits)
         metrics = {path: value.clone() for path, value in self.metrics.items()}
         return self.run.end(dict(self.state), metrics, numbers[0], state)
 
@@ -89,7 +97,7 @@ class Replay:
                     self.state[path].copy_(leaf)
 
         with _on(self.run.device):
-            self.replay = self.capture(work)
+            self.replay = self.capture(work, tuple(self.batch.values()))
         if self.replay is None:
             self.forget()
             self.is_recordable = False

@@ -24,11 +24,12 @@ class _NotRecordableError(Exception):
     """Work does more than to call functions of C++ and to allocate their operands."""
 
 
-def cpp_calls(work: Callable[[], None]) -> Callable[[], None] | None:
+def cpp_calls(work: Callable[[], None], given: Sequence[Tensor] = ()) -> Callable[[], bool] | None:
     """Record the functions of C++, mpar's and Inductor's, that `work` calls on this thread; none of them runs.
 
     Tensors that it allocates are kept, and written by each replay. None if `work` does more than to call such functions and to
-    allocate and view tensors: if it calls other ops of torch, or reads numbers on the host. Then it has had no effect.
+    allocate and view tensors: if it calls other ops of torch, or reads numbers on the host, but for what it assumes of numbers
+    in the tensors `given`. Then it has had no effect. A replay returns False, and does nothing, if what is assumed does not hold.
     """
     calls = new_calls()
     if calls is None:
@@ -38,7 +39,8 @@ def cpp_calls(work: Callable[[], None]) -> Callable[[], None] | None:
             work()
     except _NotRecordableError:
         return None
-    return calls
+    memory = {x.untyped_storage().data_ptr() for x in given}
+    return calls if all(x.untyped_storage().data_ptr() in memory for x in calls.assumed) else None
 
 
 def _written_down(kernel: Callable[..., None], address: int) -> Callable[..., None]:

@@ -10,7 +10,7 @@ import torch
 from mpar import cpp, models, tree
 from mpar.infer import Engine, Sampling, Sizes
 from mpar.infer.compile import ProgramRunner
-from mpar.ops import lay_by_columns
+from mpar.ops import PRIMITIVES, lay_by_columns
 from mpar.ops._few_rows import few_rows
 from mpar.ops.sequence._few_tokens import few_tokens
 from mpar.program import Replay
@@ -58,7 +58,7 @@ def test_recorded_steps_are_the_steps(kind, dtype, monkeypatch):
     given = [model.init(seed) for seed in (0, 1)]
     recorded = ProgramRunner(model, given[0], SIZES, execution="inductor")
     with monkeypatch.context() as patch:
-        patch.setattr("mpar.infer._program_runner.cpp_calls", lambda work: None)
+        patch.setattr("mpar.infer._program_runner.cpp_calls", lambda work, given: None)
         plain = ProgramRunner(model, given[0], SIZES, execution="inductor")
         expected = answers(plain), answers(plain)
         assert not any(run.replay for run in plain._runs.values())
@@ -162,6 +162,44 @@ def test_a_position_outside_of_the_pages_is_found_in_a_replay():
             calls()
     positions.fill_(7)
     calls()
+
+
+def test_long_runs_are_not_computed_as_a_record_of_short_ones():
+    """Paged attention of 40 tokens is recorded for runs that a kernel takes. With longer ones, a replay does nothing. Positions
+    that other calls write are not known before they run, so that nothing is recorded."""
+    draw = torch.Generator().manual_seed(0)
+    q, pool = torch.randn(1, 40, 4, 16, generator=draw), torch.randn(1, 256, 2, 16, generator=draw)
+    rows, positions = torch.zeros(1, 40, dtype=torch.int64), torch.arange(40)[None]
+    operands, made = (q, pool, pool, rows, positions, torch.arange(64)[None, None]), []
+    params = {"shard": False, "page_size": 4, "window": None, "scale": 0.25, "soft_cap": None}
+    attend = lambda: PRIMITIVES["paged_attention"].meaning(*operands, None, **params)[0]  # noqa: E731
+    work, short = lambda: made.append(attend()), attend()
+    assert cpp_calls(work, [rows]) is None
+    calls = cpp_calls(work, [rows, positions])
+    made[-1].zero_()
+    assert calls() is True and torch.equal(made[-1], short)
+    positions += 200
+    made[-1].zero_()
+    assert calls() is False and not made[-1].any() and attend().any()
+    positions -= 200
+    assert calls() is True and torch.equal(made[-1], short)
+
+
+def test_steps_of_prompts_are_recorded():
+    """32 tokens of a prompt, whose later ones are a long run beside a short one that was recorded: the bits of plain steps."""
+    sizes = Sizes(rows=2, tokens=32, pages=100, page_size=4, length=192)
+    model = models.build("qwen3", SMALL | {"head_dim": 16, "max_position_embeddings": 192})
+    runner = ProgramRunner(model, model.init(0), sizes, execution="inductor")
+    runner._prepare(32)
+    recorded, found = runner._runs[32], []
+    for run in (recorded.run, recorded):
+        runner._runs[32], engine = run, Engine(runner)
+        for prompt in [list(range(30)), [*range(64), *range(64), *range(40)], list(range(9, 40))] * 2:
+            engine.forget()
+            found.append(engine.add(prompt, Sampling(max_tokens=3, num_alternatives=0)))
+            list(engine.run())
+    assert [request.chosen for request in found[:6]] == [request.chosen for request in found[6:]]
+    assert recorded.replay is not None
 
 
 def test_what_a_kernel_of_inductor_raises_is_raised():

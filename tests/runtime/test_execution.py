@@ -32,6 +32,11 @@ def losses(run, state, batches):
     return out, state
 
 
+def the_work(work, given):
+    """A recording that is none."""
+    return lambda: work() is None
+
+
 def copy(state):
     """A state of its own."""
     return State({path: leaf.clone() for path, leaf in state.leaves.items()}, state.step)
@@ -42,7 +47,7 @@ def test_replay_is_the_run(program, make_state, make_model, batch):
     state = make_state(make_model(torch.float32))
     batches = [{key: value.roll(shift, 0) for key, value in batch.items()} for shift in range(5)]
     expected, end = losses(RankRun(program, ALONE), copy(state), batches)
-    actual, replayed = losses(Replay(RankRun(program, ALONE), capture=lambda work: work), copy(state), batches)
+    actual, replayed = losses(Replay(RankRun(program, ALONE), capture=the_work), copy(state), batches)
     assert actual == expected
     assert replayed.step == end.step == 5
     for path, leaf in end.leaves.items():
@@ -52,7 +57,7 @@ def test_replay_is_the_run(program, make_state, make_model, batch):
 def test_replay_takes_a_state_from_elsewhere(program, make_state, make_model, batch):
     """After a checkpoint is loaded the fixed tensors hold it, and metrics given out before do not change."""
     state = make_state(make_model(torch.float32))
-    run = Replay(RankRun(program, ALONE), capture=lambda work: work)
+    run = Replay(RankRun(program, ALONE), capture=the_work)
     first, metrics = run(copy(state), batch)
     second, again = run(copy(state), batch)
     kept = float(again["loss"])

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
+from mpar.cpp import assume
 from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.op_shape import AttentionShape
 from mpar.ops.primitive import Cost, Emitter, Primitive
@@ -108,7 +109,7 @@ def _impl(q, k, v, rows, positions, pages, sinks, *, shard, page_size, window, s
     """`out`, and the log-sum-exp of the scores (B, T, N). shard: the pools lack pages, whose numbers are outside of theirs;
     tokens see only the pages that are there."""
     params = {"shard": shard, "page_size": page_size, "window": window, "scale": scale, "soft_cap": soft_cap}
-    on_host = _on_host(rows, positions) if q.shape[1] > _FEW_TOKENS else ()
+    on_host = () if q.shape[1] <= _FEW_TOKENS or assume(_are_short, rows, positions) else _on_host(rows, positions)
     short = _without_long_runs(on_host, rows.device) if on_host else rows
     found = few_tokens(q, k, v, short, positions, pages, sinks, **params)
     if found is not None and not any(_long_runs(*each) for each in on_host):
@@ -279,6 +280,11 @@ def _long_runs(rows: Sequence[int], positions: Sequence[int]) -> tuple[_Run, ...
         return count > _FEW_TOKENS and count * run.length > _FEW_SCORES
 
     return tuple(filter(is_long, _all_runs(rows, positions)))
+
+
+def _are_short(rows: Tensor, positions: Tensor) -> bool:
+    """Whether a kernel takes all runs."""
+    return not any(_long_runs(*each) for each in _on_host(rows, positions))
 
 
 @functools.lru_cache(maxsize=16)
