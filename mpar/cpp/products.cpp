@@ -191,7 +191,7 @@ void multiply_all_columns(const Call& call, const T* x, const T* w, T* y) {
   constexpr int64_t most = (REGISTERS - 1) / (COLUMNS + 1);  // their sums and vectors of x, and one of w, stay in registers
   Call inside = call;
   inside.x_row = (call.inner + PAIR - 1) / PAIR * PAIR;
-  static thread_local std::vector<float> memory;  // kept: the first use of new memory takes longer than to widen a row into it
+  static thread_local std::vector<float> memory;  // kept, as new memory is slow when it is first used
   memory.resize(std::max<size_t>(memory.size(), call.rows * inside.x_row + LINE));
   float* wide = first_of_line(memory.data());
   for (int64_t r = 0; r < call.rows; ++r) widen_row(x + r * call.x_row, call.inner, wide + r * inside.x_row);

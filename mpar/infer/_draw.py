@@ -32,7 +32,7 @@ def draw(logits_RV: Tensor, samplings: Sequence[Sampling], keys: Sequence[tuple[
     uniform_N4 = ops.random_quads(keys_R2[row_N], quad_N).clamp_(min=_SMALLEST)
     noisy_RQ4 = torch.full_like(scores_RQ4, -torch.inf)
     noisy_RQ4[row_N, quad_N] = scores_RQ4[row_N, quad_N] - uniform_N4.log_().neg_().log_()
-    return noisy_RQ4.flatten(1).argmax(-1)
+    return ops.row_max(noisy_RQ4.flatten(1))[1]
 
 
 def kept_scores(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:

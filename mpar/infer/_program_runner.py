@@ -41,7 +41,7 @@ _FIRST, _GROWTH = (1, 4, 8, 16), 2
 """The numbers of tokens for which there are programs: these, and then each exceeds the one before by a factor. More of them would
 mean less padding, but more to compile; most steps of an engine have one token of each of a few rows."""
 _RECORDED = 32
-"""Steps of at most so many tokens are recorded. A record keeps all that its step allocates; longer steps gain little by it."""
+"""Steps of at most so many tokens are recorded. A record keeps all that its step allocates."""
 
 
 _FILL = {"tokens": 0, "positions": 0, "rows": -1}

@@ -112,7 +112,7 @@ def _impl(q, k, v, rows, positions, pages, sinks, *, shard, page_size, window, s
     on_host = () if q.shape[1] <= _FEW_TOKENS or assume(_are_short, rows, positions) else _on_host(rows, positions)
     short = _without_long_runs(on_host, rows.device) if on_host else rows
     found = few_tokens(q, k, v, short, positions, pages, sinks, **params)
-    if found is not None and not any(_long_runs(*each) for each in on_host):
+    if found is not None and not on_host:
         return found
     how = _How(shard, page_size, window, scale, soft_cap, sinks)
     page = page_size * k.shape[2] * k.shape[3]
