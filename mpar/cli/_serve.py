@@ -1,5 +1,6 @@
 """`mpar serve`: a model behind OpenAI's HTTP interface, and a page to talk to it."""
 
+import ipaddress
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -41,6 +42,9 @@ class ServeConfig(ChoiceKeys):
     port: int = key("the port to listen at; 0: a free one", default=8000, at_least=0, at_most=65535)
     name: str | None = key("the name of the model for clients; null: that of its folder", default=None)
     api_keys: tuple[str, ...] = key("clients need one of these; also those in MPAR_API_KEY, split at commas", default=())
+    host_names: tuple[str, ...] = key(
+        "without keys and at this machine alone: names besides localhost of which a page may be, such as a proxy's", default=()
+    )
     max_waiting: int = key("further requests are refused while so many answers wait", default=256, at_least=1)
     drain_s: int = key("at the end, seconds for answers that have begun", default=30, at_least=0)
     temperature: float | None = key(
@@ -74,7 +78,9 @@ def main(args: Sequence[str]) -> int:
         lost.append(worker.fail)
         name = config.name or (folder.parent if folder.name == "hf" else folder).resolve().name
         keys = [*config.api_keys, *(word for word in os.environ.get("MPAR_API_KEY", "").split(",") if word)]
-        app = serve.make_app(worker, serve.ServeOptions(model=name, sampling=sampling, api_keys=keys))
+        names = None if keys or not _is_this_machine_alone(listener) else [each.lower() for each in config.host_names]
+        options = serve.ServeOptions(model=name, sampling=sampling, api_keys=keys, host_names=names)
+        app = serve.make_app(worker, options)
         settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=config.drain_s, lifespan="on")
         host, port = listener.getsockname()[:2]
         say_aside(f"{name}: http://{host}:{port}/ is the page, http://{host}:{port}/v1 the address for OpenAI's clients")
@@ -84,9 +90,15 @@ def main(args: Sequence[str]) -> int:
             server.run(sockets=[listener])
         finally:  # it raises the signal that has ended it, and a thread that compiles would abort the process at its end
             worker.join(timeout=_END_S)
+        if worker.error is not None:
+            raise worker.error
         if worker.failure:
             raise ProgramError(f"the server has stopped: {worker.failure}")
     return 0 if server.started else 1
+
+
+def _is_this_machine_alone(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 def _listen(host: str, port: int) -> socket.socket:

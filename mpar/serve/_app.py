@@ -5,6 +5,7 @@ import contextlib
 import difflib
 import functools
 import hmac
+import ipaddress
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -39,12 +41,14 @@ _LEFT = 499  # nginx: the client closed the request
 class ServeOptions:
     """model: the name under which the model is offered; its adapters are offered under their own names.
     api_keys: one of them must come with a request, if there are any.
+    host_names: a page must be of a host with an address in place of a name, of localhost, or of one of these; None: of any.
     sampling: how tokens are chosen unless a request says otherwise.
     """
 
     model: str
     sampling: Sampling
     api_keys: Sequence[str] = ()
+    host_names: Sequence[str] | None = None
 
 
 def make_app(worker: Worker, options: ServeOptions) -> Starlette:
@@ -79,7 +83,7 @@ def make_app(worker: Worker, options: ServeOptions) -> Starlette:
     handlers: dict[Any, Any] = {Refusal: _refuse, ClientDisconnect: _left, 404: _no_route, 405: _no_route, Exception: _fail}
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
     app.add_middleware(_OnlyWithKey, api_keys=options.api_keys)
-    app.add_middleware(_OnlyOwnPages)
+    app.add_middleware(_OnlyOwnPages, host_names=options.host_names)
     return app
 
 
@@ -118,21 +122,52 @@ class _OnlyWithKey:
 
 
 class _OnlyOwnPages:
-    """Refuses what a page of another site asks a visitor's browser to send: it could not read the answer, but make work."""
+    """Refuses what a page of another site asks a visitor's browser to send: it could not read the answer, but make work. It could
+    read it too if its own name were made to lead to this machine (DNS rebinding), which `host_names` is for."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, host_names: Sequence[str] | None) -> None:
+        self.app, self.host_names = app, host_names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope.get("headers", ()))
         origin, host = (headers.get(name, b"").decode("latin-1") for name in (b"origin", b"host"))
-        if scope["type"] == "http" and origin and origin.partition("://")[2] != host:
-            refusal = Refusal(
+        if scope["type"] == "http" and origin:
+            refusal = self._refusal(origin, host)
+            if refusal is not None:
+                await JSONResponse(refusal.body, 403)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+    def _refusal(self, origin: str, host: str) -> Refusal | None:
+        if origin.partition("://")[2] != host:
+            return Refusal(
                 403, f"a page of {origin} asks the server {host}: a proxy between them must pass the header Host as it comes"
             )
-            await JSONResponse(refusal.body, 403)(scope, receive, send)
-            return
-        await self.app(scope, receive, send)
+        if self.host_names is None or _is_local_name(host) or _name_of(host) in self.host_names:
+            return None
+        return Refusal(
+            403,
+            f"a page of {origin} asks a server that serves this machine alone: name its host in host_names= of mpar serve, "
+            "or have the server ask for a key",
+        )
+
+
+def _name_of(host: str) -> str:
+    """The name or the address, without the port, in the header Host."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_local_name(host: str) -> bool:
+    """Whether it is localhost or an address, which leads nowhere else than it says."""
+    name = _name_of(host)
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+    return True
 
 
 class _Server:

@@ -100,6 +100,7 @@ class Worker(threading.Thread):
         super().__init__(name="mpar-engine", daemon=True)
         self.assistant, self.max_waiting, self.on_failure = assistant, max_waiting, on_failure
         self.steps, self.failure = StepCounts(), ""
+        self.error: Exception | None = None
         self.counts = {adapter: Counts() for adapter in (None, *assistant.engine.runner.adapters)}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._places: dict[Answer, _Place] = {}
@@ -152,7 +153,7 @@ class Worker(threading.Thread):
         self._commands.put(None)
 
     def run(self) -> None:
-        """Do what is asked until `stop`. An error of the engine ends all jobs, and is kept in `failure`."""
+        """Do what is asked until `stop`. An error of the engine ends all jobs, and is kept in `error`, in words in `failure`."""
         try:
             while self._take_commands():
                 began = time.monotonic()
@@ -160,8 +161,8 @@ class Worker(threading.Thread):
                 self.steps.steps += 1
                 self.steps.step_s += time.monotonic() - began
         except Exception as error:
+            self.error = error
             self.fail(f"{type(error).__name__}: {error}")
-            raise
 
     def fail(self, why: str) -> None:
         """Tell all jobs that the engine has stopped, and refuse further ones; only the first time that this is called. Any thread

@@ -108,7 +108,7 @@ def test_adapters_on_two_ranks(folder, adapter_folders):
 @pytest.mark.full("processes that load torch")
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_rank_that_dies_ends_all_requests(folder, busy):
-    """Within ten seconds a stream ends with an error, and the server with exit code 1, which names the rank; also when idle."""
+    """Within ten seconds a stream ends with an error, the server with exit code 1 and a sentence on the rank; also when idle."""
     with serving(folder, "mesh=tp2") as (process, address):
         (rank,) = children(process)
         body = {"prompt": "abc", "max_tokens": 120, "stream": True, "ignore_eos": True}
@@ -125,7 +125,8 @@ def test_a_rank_that_dies_ends_all_requests(folder, busy):
             began = time.monotonic()
         assert process.wait(timeout=30) == 1
         assert time.monotonic() - began < 10
-        assert "rank 1 was killed by SIGKILL" in process.stderr.read()
+        said = process.stderr.read()
+        assert "rank 1 was killed by SIGKILL" in said and "Traceback" not in said
 
 
 def test_a_port_in_use_is_refused(capsys, folder):

@@ -20,10 +20,13 @@ SIZES = Sizes(rows=4, tokens=64, pages=129, page_size=16, length=256)
 
 
 @contextmanager
-def serving(runner, *, max_waiting: int = 64, api_keys: tuple[str, ...] = ()) -> Iterator[tuple[str, Worker]]:
+def serving(
+    runner, *, max_waiting: int = 64, api_keys: tuple[str, ...] = (), host_names: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Worker]]:
     """The address of a server with this runner, and its worker."""
     worker = Worker(Assistant(runner, byte_tokenizer()), max_waiting)
-    app = make_app(worker, ServeOptions(model="tiny", sampling=Sampling(), api_keys=api_keys))
+    options = ServeOptions(model="tiny", sampling=Sampling(), api_keys=api_keys, host_names=host_names)
+    app = make_app(worker, options)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

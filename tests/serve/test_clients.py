@@ -185,7 +185,6 @@ class Slow(CachedTokens):
         return super().step(*tables)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_too_many_requests_are_refused_and_a_failure_ends_all():
     """Beyond `max_waiting` the status is 429 with a time to try again; when the engine fails, everybody is told."""
     runner = Slow()
@@ -206,6 +205,7 @@ def test_too_many_requests_are_refused_and_a_failure_ends_all():
         assert "the device is gone" in answers[0].json()["error"]["message"]
         assert httpx.get(f"{address}/health").status_code == 503
         assert ask().status_code == 503
+        assert isinstance(worker.error, RuntimeError)
 
 
 class Broken(RowRunner):

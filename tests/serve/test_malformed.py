@@ -5,6 +5,8 @@ import json
 import httpx
 import pytest
 
+from tests.serve.conftest import serving
+
 WRONG = {
     "temperature": [-1, "hot", True, [1], {}, 1e400],
     "top_p": [0, 1.5, "all", -0.1],
@@ -137,3 +139,15 @@ def test_pages_of_other_sites(server):
     body = {"prompt": "a", "max_tokens": 1}
     for origin, status in (("http://elsewhere.org", 403), ("null", 403), (server[0], 200)):
         assert httpx.post(f"{server[0]}/v1/completions", json=body, headers={"Origin": origin}).status_code == status
+
+
+def test_pages_of_names_that_may_have_been_made_to_lead_here(tiny_runner):
+    """A page of an address, of localhost or of a name that was given may ask; one of another name may not, nor a broken one."""
+    with serving(tiny_runner, host_names=("chat.example.org",)) as (address, _):
+        port = address.rpartition(":")[2]
+        names = ("localhost", "me.localhost", "127.0.0.1", "192.168.0.9", "[::1]", "chat.example.org", "Chat.Example.org")
+        wrong = ("elsewhere.org", "example.org", "127.0.0.1.elsewhere.org", "localhost.elsewhere.org", "[::1")
+        for name, status in [*((name, 200) for name in names), *((name, 403) for name in wrong)]:
+            host = f"{name}:{port}"
+            headers = {"Origin": f"http://{host}", "Host": host}
+            assert httpx.post(f"{address}/tokenize", json={"prompt": "a"}, headers=headers).status_code == status, name
