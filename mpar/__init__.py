@@ -54,7 +54,18 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_HOME[name]), _NAMES.get(name, name))
     if name in _PACKAGES:
         return importlib.import_module(f"mpar.{name}")
+    if name == "__version__":
+        return _version()
     raise AttributeError(f"module 'mpar' has no attribute {name!r}")
+
+
+def _version() -> str:
+    """The version of the package, or words that say that it is not installed."""
+    metadata = importlib.import_module("importlib.metadata")  # it takes as long as all else here together
+    try:
+        return str(metadata.version("mpar"))
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def __dir__() -> list[str]:

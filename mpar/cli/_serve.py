@@ -63,7 +63,6 @@ def main(args: Sequence[str]) -> int:
         raise ConfigError(f"cannot serve with {'; '.join(problems)}.")
     folder = model_folder(Path(local_folder(config.path)), "serve")
     try:
-        uvicorn = later("uvicorn")
         serve = later("mpar.serve")
     except ModuleNotFoundError as error:
         raise ConfigError(f"cannot serve: {error.name} is missing. Install it: pip install 'mpar[serve]'.") from None
@@ -81,11 +80,9 @@ def main(args: Sequence[str]) -> int:
         names = None if keys or not _is_this_machine_alone(listener) else [each.lower() for each in config.host_names]
         options = serve.ServeOptions(model=name, sampling=sampling, api_keys=keys, host_names=names)
         app = serve.make_app(worker, options)
-        settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=config.drain_s, lifespan="on")
         host, port = listener.getsockname()[:2]
         say_aside(f"{name}: http://{host}:{port}/ is the page, http://{host}:{port}/v1 the address for OpenAI's clients")
-        server = uvicorn.Server(settings)
-        worker.on_failure = lambda: setattr(server, "should_exit", True)
+        server = serve.Server(app, worker, config.drain_s)
         try:
             server.run(sockets=[listener])
         finally:  # it raises the signal that has ended it, and a thread that compiles would abort the process at its end
@@ -108,6 +105,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.create_server((host, port), family=family, backlog=1024)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else the end of an answer waits 40 ms
         return listener
+    except socket.gaierror as error:
+        raise ConfigError(f"cannot listen at {host}: {error.strerror}. Choose host=127.0.0.1 or host=0.0.0.0.") from None
     except OSError as error:
         raise ConfigError(
             f"cannot listen at {host}:{port}: {error.strerror or error}. Choose another port=, or port=0 for a free one."

@@ -87,9 +87,17 @@ def make_app(worker: Worker, options: ServeOptions) -> Starlette:
     return app
 
 
+class _Json(JSONResponse):
+    """JSON in ASCII, in which halves of surrogate pairs of a request can be said, too."""
+
+    def render(self, content: object) -> bytes:
+        """See `JSONResponse`."""
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    return JSONResponse(error.body, error.status, error.headers)
+    return _Json(error.body, error.status, error.headers)
 
 
 async def _left(request: Request, error: Exception) -> Response:
@@ -98,11 +106,11 @@ async def _left(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
-    return JSONResponse(Refusal(status, f"there is no {request.method} {request.url.path} here").body, status)
+    return _Json(Refusal(status, f"there is no {request.method} {request.url.path} here").body, status)
 
 
 async def _fail(request: Request, error: Exception) -> Response:
-    return JSONResponse(Refusal(500, f"{type(error).__name__}: {error}").body, 500)
+    return _Json(Refusal(500, f"{type(error).__name__}: {error}").body, 500)
 
 
 class _OnlyWithKey:
@@ -116,7 +124,7 @@ class _OnlyWithKey:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not any([hmac.compare_digest(given, b"Bearer " + key) for key in self._keys]):  # a list: all of them are compared
                 refusal = Refusal(401, "the request needs one of the server's keys: Authorization: Bearer KEY")
-                await JSONResponse(refusal.body, 401)(scope, receive, send)
+                await _Json(refusal.body, 401)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
@@ -134,7 +142,7 @@ class _OnlyOwnPages:
         if scope["type"] == "http" and origin:
             refusal = self._refusal(origin, host)
             if refusal is not None:
-                await JSONResponse(refusal.body, 403)(scope, receive, send)
+                await _Json(refusal.body, 403)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
@@ -193,7 +201,7 @@ class _Server:
 
     async def version(self, request: Request) -> Response:
         """The version of mpar."""
-        return JSONResponse({"version": mpar.__version__})
+        return _Json({"version": mpar.__version__})
 
     async def metrics(self, request: Request) -> Response:
         """Counts in the text format of Prometheus."""
@@ -201,11 +209,11 @@ class _Server:
 
     async def models(self, request: Request) -> Response:
         """The model, and its adapters as further models, of which it is the parent."""
-        return JSONResponse({"object": "list", "data": [self._model(adapter) for adapter in (None, *self._adapters)]})
+        return _Json({"object": "list", "data": [self._model(adapter) for adapter in (None, *self._adapters)]})
 
     async def one_model(self, request: Request) -> Response:
         """The model of this name."""
-        return JSONResponse(self._model(self._adapter(request.path_params["model"])))
+        return _Json(self._model(self._adapter(request.path_params["model"])))
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or of a conversation."""
@@ -218,7 +226,7 @@ class _Server:
             tokens = await asyncio.to_thread(lambda: self._encode(fields["prompt"], special=special))
         else:
             raise Refusal(400, "the body needs a text `prompt` or `messages`", "prompt")
-        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._length})
+        return _Json({"tokens": tokens, "count": len(tokens), "max_model_len": self._length})
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
@@ -226,7 +234,7 @@ class _Server:
         tokens = body.get("tokens") if isinstance(body, dict) else None
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise Refusal(400, "the body needs `tokens`, a list of whole numbers", "tokens")
-        return JSONResponse({"prompt": _own_errors(lambda: self.tokenizer.decode(tokens))})
+        return _Json({"prompt": _own_errors(lambda: self.tokenizer.decode(tokens))})
 
     async def chat(self, request: Request) -> Response:
         """An answer to a conversation."""
@@ -279,7 +287,7 @@ class _Server:
             gone.cancel()
             if not reply.is_complete:
                 self.worker.cancel(job)
-        return JSONResponse(reply.complete())
+        return _Json(reply.complete())
 
     def _check_schema(self, schema: str) -> None:
         try:

@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,11 +90,15 @@ _NOT_DONE = {
     "typical_p": (1,),
 }
 """Fields that change an answer in ways that are not there yet, with the values, besides null, that change nothing."""
+_OF_CHAT = {"messages", "tools", "tool_choice", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
+_OF_TEXTS = {"prompt", "echo"}
+_NOTHING: Sequence[object] = (None, False, [], {}, "none")
+"""Values with which a field of the other kind of requests asks for nothing."""
 
 
 def read_chat(body: object, defaults: Sampling) -> Asked:
     """What a body for /v1/chat/completions asks for. Raises Refusal with the field that is wrong."""
-    fields = _object(body)
+    fields = _object(body, _OF_TEXTS, "/v1/completions")
     messages, tools, choice = fields.get("messages"), fields.get("tools"), fields.get("tool_choice")
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise _wrong("messages", "must be a list with at least one message, which is an object with a role and a content")
@@ -102,7 +106,8 @@ def read_chat(body: object, defaults: Sampling) -> Asked:
         raise _wrong("tools", "must be a list of objects")
     if choice not in (None, "none", "auto"):
         raise _wrong("tool_choice", f"is {brief(choice)}; only none and auto are there")
-    sampling = _sampling(fields, defaults, fields.get("max_completion_tokens", fields.get("max_tokens")))
+    limit = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
+    sampling = _sampling(fields, defaults, limit, fields.get(limit))
     if _field(fields, "logprobs", _SWITCH, False):
         alternatives = _field(fields, "top_logprobs", _COUNT, 0)
         sampling = _checked(sampling, "top_logprobs", num_alternatives=alternatives)
@@ -115,14 +120,14 @@ def read_chat(body: object, defaults: Sampling) -> Asked:
 
 def read_completion(body: object, defaults: Sampling) -> Asked:
     """What a body for /v1/completions asks for. Raises Refusal with the field that is wrong."""
-    fields = _object(body)
+    fields = _object(body, _OF_CHAT, "/v1/chat/completions")
     prompt = fields.get("prompt", "")
     prompts = prompt if isinstance(prompt, list) and not _is_tokens(prompt) else [prompt]
     if not prompts or not all(isinstance(item, str) or (isinstance(item, list) and _is_tokens(item)) for item in prompts):
         raise _wrong("prompt", "must be a text, a list of tokens, or a list of these")
     echo, most = _field(fields, "echo", _SWITCH, False), fields.get("max_tokens", 16)
     only_prompts = echo and most == 0 and _KINDS[_COUNT](most)
-    sampling = _sampling(fields, defaults, None if only_prompts else most)
+    sampling = _sampling(fields, defaults, "max_tokens", None if only_prompts else most)
     if fields.get("logprobs") is not None:
         sampling = _checked(sampling, "logprobs", num_alternatives=_field(fields, "logprobs", _COUNT, 0))
     return replace(_asked(fields, prompts, sampling), echo=echo, only_prompts=only_prompts)
@@ -132,14 +137,21 @@ def _is_tokens(value: Sequence[object]) -> bool:
     return bool(value) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
 
 
-def _object(body: object) -> Mapping[str, Any]:
-    """The fields of the body, none of which asks for what is not there."""
+def _object(body: object, others: Collection[str], route: str) -> Mapping[str, Any]:
+    """The fields of the body, none of which asks for what is not there, nor is one of `others`, which are for `route`."""
     if not isinstance(body, dict):
         raise Refusal(400, f"the body must be a JSON object, and is {brief(body)}")
     for name, value in body.items():
-        if value is not None and name not in _READ and name not in _ABOUT and value not in _NOT_DONE.get(name, ()):
+        if name in others and value not in _NOTHING:
+            raise _wrong(name, f"is a field of requests to {route}")
+        if value is not None and name not in _READ and name not in _ABOUT and not _is_one_of(value, _NOT_DONE.get(name, ())):
             raise _wrong(name, f"={brief(value)} is not supported")
     return body
+
+
+def _is_one_of(value: object, values: Sequence[object]) -> bool:
+    """The same by ==, but true is not 1."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
 
 def _asked(fields: Mapping[str, Any], prompts: Sequence[str | Sequence[int] | None], sampling: Sampling) -> Asked:
@@ -147,35 +159,33 @@ def _asked(fields: Mapping[str, Any], prompts: Sequence[str | Sequence[int] | No
     num_choices, streams = _field(fields, "n", _COUNT, 1), _field(fields, "stream", _SWITCH, False)
     if not 1 <= num_choices <= _MAX_CHOICES:
         raise _wrong("n", f"must be between 1 and {_MAX_CHOICES}")
-    options = fields.get("stream_options") or {}
-    if not isinstance(options, dict):
-        raise _wrong("stream_options", "must be an object")
-    with_usage = streams and bool(options.get("include_usage"))
+    options = _field(fields, "stream_options", _OBJECT, {})
+    if options and not streams:
+        raise _wrong("stream_options", "needs stream=true")
+    with_usage = _field(options, "include_usage", _SWITCH, False)
     return Asked(_field(fields, "model", _TEXT, None), prompts, sampling, num_choices, streams, with_usage)
 
 
-def _sampling(fields: Mapping[str, Any], defaults: Sampling, max_tokens: object) -> Sampling:
-    """How tokens are chosen: `defaults` with what the request says."""
+def _sampling(fields: Mapping[str, Any], defaults: Sampling, limit: str, max_tokens: object) -> Sampling:
+    """How tokens are chosen: `defaults` with what the request says. limit: the field that says `max_tokens`."""
     sampling = replace(defaults, seed=secrets.randbits(_SEED_BITS))  # two requests that name no seed draw unlike answers
     for name, kind in _PLAIN.items():
         if fields.get(name) is not None:
             value = _field(fields, name, kind, None)
             sampling = _checked(sampling, name, **{name: max(value, 0) if name == "top_k" else value})  # -1 is no limit, too
     if max_tokens is not None:
-        name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
         if not _KINDS[_COUNT](max_tokens):
-            raise _wrong(name, f"must be {_COUNT}, and is {brief(max_tokens)}")
-        sampling = _checked(sampling, name, max_tokens=max_tokens)
-    stop = fields.get("stop") or ()
-    stops = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(stops, (list, tuple)) or len(stops) > _MAX_STOPS or not all(isinstance(item, str) for item in stops):
+            raise _wrong(limit, f"must be {_COUNT}, and is {brief(max_tokens)}")
+        sampling = _checked(sampling, limit, max_tokens=max_tokens)
+    stop, ids = ([] if fields.get(name) is None else fields[name] for name in ("stop", "stop_token_ids"))
+    stops = ([stop] if stop else []) if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or len(stops) > _MAX_STOPS or not all(isinstance(item, str) for item in stops):
         raise _wrong("stop", f"must be a text or a list of at most {_MAX_STOPS} texts")
-    ids = fields.get("stop_token_ids") or ()
-    if not isinstance(ids, (list, tuple)) or (ids and not _is_tokens(ids)):
+    if not isinstance(ids, list) or (ids and not _is_tokens(ids)):
         raise _wrong("stop_token_ids", "must be a list of tokens")
     sampling = _checked(_checked(sampling, "stop", stop=tuple(stops)), "stop_token_ids", stop_ids=tuple(ids))
     sampling = _checked(sampling, "response_format", schema=_schema(fields.get("response_format")))
-    return _checked(sampling, "logit_bias", bias=_bias(fields.get("logit_bias") or {}))
+    return _checked(sampling, "logit_bias", bias=_bias(_field(fields, "logit_bias", _OBJECT, {})))
 
 
 def _schema(value: object) -> str | None:
@@ -193,14 +203,14 @@ def _schema(value: object) -> str | None:
     return json.dumps(named["schema"])
 
 
-def _bias(value: object) -> dict[int, float]:
-    if not isinstance(value, dict):
+def _bias(value: Mapping[str, Any]) -> dict[int, float]:
+    if not all(_KINDS[_NUMBER](number) for number in value.values()):
         raise _wrong("logit_bias", "must be an object from tokens to numbers")
     try:
         bias = {int(token): float(number) for token, number in value.items()}
         if [str(token) for token in bias] != list(value):  # int() takes " 1", "1_0" and digits of other scripts, too
             raise ValueError
-    except (TypeError, ValueError):
+    except (ValueError, OverflowError):
         raise _wrong("logit_bias", "must be an object from tokens to numbers") from None
     if not all(-100 <= number <= 100 for number in bias.values()):
         raise _wrong("logit_bias", "must have numbers between -100 and 100")

@@ -85,10 +85,16 @@ class MessageParser:
 def _call(text: str) -> Part:
     """The call that is written as this JSON, or the text as content, if it is none."""
     try:
-        call = json.loads(text)
+        call = json.loads(text, parse_constant=_no_json)
         name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
-        assert isinstance(name, str)
-    except (ValueError, TypeError, KeyError, AssertionError, AttributeError):
+        if not isinstance(name, str) or not isinstance(arguments, (dict, str)):
+            raise ValueError
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return Part("content", f"<tool_call>{text}</tool_call>")
     as_text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return Part("tool_call", as_text, name, f"call_{secrets.token_hex(12)}")
+
+
+def _no_json(constant: str) -> None:
+    """Refuse NaN and Infinity, which Python reads."""
+    raise ValueError(constant)

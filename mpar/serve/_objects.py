@@ -13,9 +13,14 @@ from mpar.serve._worker import Grown, Job
 
 __all__ = ["Reply"]
 
+
 @dataclass
 class _Choice:
-    """What has come for one choice so far; a part of kind content, reasoning_content or tool_call for each change of kind."""
+    """What has come for one choice so far.
+
+    parts:  one of kind content, reasoning_content or tool_call for each change of kind.
+    offset: where the text of the next token begins in the whole text.
+    """
 
     parser: MessageParser
     text: str = ""
@@ -24,6 +29,7 @@ class _Choice:
     chosen: list[Chosen] = field(default_factory=list)
     finish: str | None = None
     num_calls: int = 0
+    offset: int = 0
 
 
 class Reply:
@@ -57,18 +63,12 @@ class Reply:
         if grown.prompt:
             choice.prompt = grown.prompt
             return []
-        offset = len(self._echoed(grown.index)) + len(choice.text)
         choice.text += grown.text
         choice.chosen += grown.chosen
         ends = grown.finish is not None
         if not self.chat:
             choice.finish = grown.finish
-            first = grown.index not in self._begun
-            self._begun.add(grown.index)
-            echoed = self._echoed(grown.index) if first else ""
-            logprobs = self._text_logprobs(grown.chosen, offset)
-            body = {"text": echoed + grown.text, "logprobs": logprobs, "finish_reason": grown.finish}
-            return [self._chunk(grown.index, body)] if body["text"] or logprobs or ends else []
+            return self._text_chunks(grown, choice)
         parts = choice.parser.push(grown.text, at_end=ends)
         choice.parts += parts
         choice.num_calls += sum(part.kind == "tool_call" for part in parts)
@@ -96,6 +96,19 @@ class Reply:
     def _chunk(self, index: int, body: Mapping[str, object]) -> Mapping[str, object]:
         usage = {"usage": None} if self.asked.with_usage else {}
         return {**self._head, "object": self._chunk_kind, "choices": [{"index": index, **body}], **usage}
+
+    def _text_chunks(self, grown: Grown, choice: _Choice) -> list[Mapping[str, object]]:
+        """A chunk with what has come of a text; none while nothing of it can be seen."""
+        echoed, scored = "", grown.chosen
+        if grown.index not in self._begun:
+            self._begun.add(grown.index)
+            echoed, scored = self._echoed(grown.index), [*choice.prompt, *grown.chosen]
+            choice.offset = 0 if choice.prompt else len(echoed)
+        logprobs = self._text_logprobs(scored, choice.offset)
+        if logprobs is not None:
+            choice.offset += sum(len(self._decode([one.token])) for one in scored)
+        body = {"text": echoed + grown.text, "logprobs": logprobs, "finish_reason": grown.finish}
+        return [self._chunk(grown.index, body)] if body["text"] or logprobs or choice.finish else []
 
     def _chat_chunks(self, grown: Grown, choice: _Choice, parts: Sequence[Part]) -> list[Mapping[str, object]]:
         """Chunks with one change each: the role, then parts of the message, then why it ended."""
@@ -187,8 +200,11 @@ class Reply:
         return {"token": self._decode([token]), "logprob": logprob, "bytes": list(self._bytes(token))}
 
     def _name(self, token: int) -> str:
-        """The text of a token, or its bytes where it is a part of a character: each token has a name of its own."""
+        """The text of a token, its bytes where it is a part of a character, or its number where it has neither: each token has a
+        name of its own."""
         text, content = self._decode([token]), self._bytes(token)
+        if not text and not content:
+            return f"token_id:{token}"
         return text if text.encode() == content else "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 

@@ -1,6 +1,8 @@
 """Worker: the thread that runs the engine. Requests come to it from the event loop, and their answers go back there."""
 
 import asyncio
+import contextlib
+import functools
 import queue
 import threading
 import time
@@ -56,7 +58,7 @@ class Job:
 
     def tell(self, grown: Grown) -> None:
         """Let the event loop know; called by the worker."""
-        self.loop.call_soon_threadsafe(self.events.put_nowait, grown)
+        _call(self.loop, lambda: self.events.put_nowait(grown))
 
 
 @dataclass
@@ -129,9 +131,10 @@ class Worker(threading.Thread):
             raise Refusal(400, f"the request asks for {count} answers; at most {most} may be made or wait at a time", "prompt")
         if self.num_waiting + count > self.max_waiting and self.num_waiting:
             self.steps.refused += 1
-            raise Refusal(429, f"{self.num_waiting} answers wait already, of at most {self.max_waiting}", retry_after_s=1)
+            most = self.max_waiting
+            raise Refusal(429, f"answers that wait already: {self.num_waiting}; at most {most} may", retry_after_s=1)
         for tokens in job.prompts:
-            if len(tokens) >= sizes.length:
+            if len(tokens) > sizes.length or (len(tokens) == sizes.length and not job.only_prompts):
                 raise Refusal(400, f"the prompt has {len(tokens)} tokens; it and the answer may have {sizes.length}", "prompt")
         with self._lock:
             self._check_runs()
@@ -171,10 +174,15 @@ class Worker(threading.Thread):
             if self.failure:
                 return
             self.failure = why
+        self.give_up(f"the engine has stopped: {why}")
+        self.on_failure()
+
+    def give_up(self, why: str) -> None:
+        """Tell all jobs that no more comes of them."""
+        with self._lock:
             jobs = list(self._jobs)
         for job in jobs:
-            job.tell(Grown(0, error=f"the engine has stopped: {why}", status=503))
-        self.on_failure()
+            job.tell(Grown(0, error=why, status=503))
 
     def _take_commands(self) -> bool:
         """Do all commands; while there is nothing to answer, prepare for later steps, and then wait for a command. Returns False
@@ -277,4 +285,10 @@ def _deliver(told: Sequence[tuple[Job, Grown]]) -> None:
             job.events.put_nowait(grown)
 
     for loop in {job.loop for job, _ in told}:
-        loop.call_soon_threadsafe(put, [(job, grown) for job, grown in told if job.loop is loop])
+        _call(loop, functools.partial(put, [(job, grown) for job, grown in told if job.loop is loop]))
+
+
+def _call(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
+    """Have the event loop do this, unless it is closed: then the server has ended, and nobody waits."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(work)

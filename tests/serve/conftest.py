@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import pytest
-import uvicorn
 
 from mpar import models
 from mpar.cpp import prepare_kernels
 from mpar.data import byte_tokenizer
 from mpar.infer import Assistant, RowRunner, Sampling, Sizes
-from mpar.serve import ServeOptions, Worker, make_app
+from mpar.serve import ServeOptions, Server, Worker, make_app
 from tests.infer.test_assistant import CONFIG
 
 SIZES = Sizes(rows=4, tokens=64, pages=129, page_size=16, length=256)
@@ -21,14 +20,15 @@ SIZES = Sizes(rows=4, tokens=64, pages=129, page_size=16, length=256)
 
 @contextmanager
 def serving(
-    runner, *, max_waiting: int = 64, api_keys: tuple[str, ...] = (), host_names: tuple[str, ...] = ()
+    runner, *, max_waiting: int = 64, api_keys: tuple[str, ...] = (), host_names: tuple[str, ...] = (), drain_s: int = 5
 ) -> Iterator[tuple[str, Worker]]:
     """The address of a server with this runner, and its worker."""
     worker = Worker(Assistant(runner, byte_tokenizer()), max_waiting)
     options = ServeOptions(model="tiny", sampling=Sampling(), api_keys=api_keys, host_names=host_names)
     app = make_app(worker, options)
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=5))
+    server = Server(app, worker, drain_s)
+    worker.on_failure = lambda: None  # the server goes on, so that tests can ask it
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+import mpar
 from mpar import models
 from mpar.infer import RowRunner, Sizes
 from tests.infer.cached_tokens import CachedTokens
@@ -30,8 +31,9 @@ def client(server):
         yield client
 
 
-def test_models(client):
-    """The list has the model, which can be asked for by its name."""
+def test_models(client, server):
+    """The list has the model, which can be asked for by its name; the server has a version."""
+    assert httpx.get(f"{server[0]}/version").json() == {"version": mpar.__version__}
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "mpar"
 
@@ -70,6 +72,19 @@ def test_completions_of_several_prompts(client):
     assert "".join(chunk.choices[0].text for chunk in streamed) == at_once.choices[0].text
 
 
+@pytest.mark.parametrize("how", [{}, {"echo": True}, {"echo": True, "max_tokens": 0}], ids=["answer", "echo", "only prompt"])
+def test_log_probabilities_of_a_stream(client, how):
+    """Together they are what comes at once, each token where its text begins, also while a stop or a character is not certain."""
+    how = {"prompt": ["abc", "héé"], "max_tokens": 30, "n": 2, "temperature": 1, "seed": 5, "logprobs": 2, **how}
+    how |= {"model": "tiny", "stop": ["G", "\x05", "\ufffd\ufffd"]}
+    whole = client.completions.create(**how)
+    chunks = [chunk.choices[0] for chunk in client.completions.create(**how, stream=True)]
+    for choice in whole.choices:
+        parts = [chunk.logprobs for chunk in chunks if chunk.index == choice.index and chunk.logprobs]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert [one for part in parts for one in getattr(part, name)] == getattr(choice.logprobs, name)
+
+
 def test_the_scores_of_a_prompt_alone(client, server):
     """max_tokens=0 with echo gives the prompt with the log-probabilities that it has before an answer, and no token behind."""
     how = {"model": "tiny", "prompt": ["abc", list(b"de")], "echo": True, "logprobs": 1}
@@ -84,6 +99,8 @@ def test_the_scores_of_a_prompt_alone(client, server):
     assert server[1].num_running == server[1].num_waiting == 0 and not server[1]._jobs
     with pytest.raises(openai.BadRequestError, match="max_tokens must be at least 1"):
         client.completions.create(model="tiny", prompt="abc", max_tokens=0)
+    full = client.completions.create(model="tiny", prompt="a" * 256, echo=True, logprobs=0, max_tokens=0)
+    assert len(full.choices[0].logprobs.tokens) == 256
 
 
 def test_lines_of_a_stream_are_lines_to_every_client(server):
@@ -260,6 +277,16 @@ def test_names_of_parts_of_characters(client):
     assert all(len(named) == 5 for named in echoed.top_logprobs[1:])
 
 
+def test_names_of_tokens_without_a_text():
+    """A model may have more tokens than its tokenizer: each is named by its number."""
+    model = models.build("qwen3", {**CONFIG, "vocab_size": 280})
+    with serving(RowRunner(model, model.init(0), SIZES)) as (address, _):
+        body = {"prompt": "abc", "max_tokens": 6, "logprobs": 20, "logit_bias": {str(token): 50 for token in range(260, 280)}}
+        found = httpx.post(f"{address}/v1/completions", json=body).json()["choices"][0]["logprobs"]
+    assert [len(named) for named in found["top_logprobs"]] == [20] * 6
+    assert all(name.startswith("token_id:2") for name in found["tokens"])
+
+
 def test_requests_without_a_seed_draw_unlike_answers(client):
     """One with a seed always has the same."""
     ask = lambda **how: client.completions.create(model="tiny", prompt="ab", max_tokens=20, temperature=1, **how).choices[0].text  # noqa: E731
@@ -271,6 +298,9 @@ def test_fields_that_change_nothing_are_taken(client):
     """As clients of OpenAI and of other servers send them."""
     extra = {"skip_special_tokens": True, "chat_template_kwargs": {}, "best_of": None, "parallel_tool_calls": True}
     how = {"model": "tiny", "messages": ASKED, "max_tokens": 9}
+    for unset in ({"echo": False, "prompt": None}, {"max_completion_tokens": None}):
+        assert client.chat.completions.create(**how, extra_body=unset).usage.completion_tokens <= 9
+    client.completions.create(model="tiny", prompt="a", max_tokens=1, extra_body={"tools": [], "tool_choice": "none"})
     found = client.chat.completions.create(**how, user="me", metadata={"a": "b"}, extra_body=extra)
     assert found.choices == client.chat.completions.create(**how).choices
 
@@ -306,7 +336,6 @@ def test_a_very_long_text_stops_nobody(server):
     assert len(waits) > 1 and sorted(waits)[len(waits) // 2] < 0.5
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_failure_ends_a_stream_with_an_error():
     """OpenAI's client raises it in the middle of a stream."""
     runner = Slow()
@@ -317,6 +346,23 @@ def test_a_failure_ends_a_stream_with_an_error():
         runner.permits.release()
         with pytest.raises(openai.APIError, match="the device is gone"):
             list(stream)
+
+
+def test_answers_that_do_not_end_in_time_are_told_so(caplog):
+    """At its end the server waits for `drain_s`; then a request gets the status 503, a stream an error, the log no traceback."""
+    runner, body = Slow(), {"prompt": "ab", "max_tokens": 30}
+    with ThreadPoolExecutor(2) as pool:
+        with serving(runner, drain_s=1) as (address, worker):
+            whole = pool.submit(httpx.post, f"{address}/v1/completions", json=body, timeout=30)
+            wait_until(lambda: worker.num_running == 1)
+            stream = pool.submit(httpx.post, f"{address}/v1/completions", json={**body, "stream": True}, timeout=30)
+            wait_until(lambda: worker.num_waiting == 1)
+            threading.Timer(3.0, runner.permits.release, (10_000,)).start()
+        assert whole.result().status_code == 503
+        *_, told, end = stream.result().text.split("\n\n")[:-1]
+        errors = [whole.result().json()["error"], json.loads(told.removeprefix("data: "))["error"]]
+        assert [error["message"] for error in errors] == ["the server ends, and this answer did not within 1 seconds"] * 2
+        assert end == "data: [DONE]" and not caplog.records
 
 
 def test_keys(tiny_runner):

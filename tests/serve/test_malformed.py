@@ -18,32 +18,39 @@ WRONG = {
     "frequency_penalty": [-3, 3, []],
     "repetition_penalty": [0, -1, "x"],
     "seed": [-1, 1.5, "x", 2**64],
-    "stop": [3, [3], [""], [["x"]], ["a"] * 20],
-    "stop_token_ids": [3, ["x"], [1.5], [5000], [-1], [-601], [10**30]],
+    "stop": [0, 3, False, [3], [""], [["x"]], ["a"] * 20],
+    "stop_token_ids": [3, False, ["x"], [1.5], [5000], [-1], [-601], [10**30]],
     "no_such_field": [3],
     "allowed_token_ids": [[3]],
     "logit_bias": [
         *(3, [1], {"x": 1}, {"1": "x"}, {"1": 101}, {"-4": 1}, {"99999": 1}),
+        *([], {"65": "1"}, {"65": True}, {"65": 10**400}),
         *({" 65": 1}, {"6_5": 1}, {"\u0666\u0665": 1}),
     ],
     "stream": ["yes", 1, []],
-    "stream_options": [3, "x", [1]],
+    "stream_options": [0, 3, "x", [1], {"include_usage": True}],
     "ignore_eos": [1, "x"],
     "min_tokens": [-1, 1.5],
-    "model": ["other", 3, ["tiny"]],
+    "model": ["other", 3, ["tiny"], "\ud800"],
+    "\ud800": [3],
     "response_format": [3, {}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": 3}}],
-    "best_of": [3],
+    "best_of": [3, True],
     "suffix": ["x"],
     "audio": [{"voice": "x"}],
     "functions": [[{}]],
     "guided_json": [{}],
 }
+USER = {"role": "user", "content": "x"}
 OF_COMPLETIONS = {
     "prompt": [3, {}, [], [["x"]], [[]], ["a", 3], [1.5], [-1], [99999], [[5, 99999]], "y" * 300, True, "\ud800"],
     "logprobs": [-1, 21, "x", 1.5, True],
     "echo": ["x", 1],
+    "messages": [[USER]],
+    "tools": [[{"type": "function"}]],
+    "max_completion_tokens": [3],
+    "top_logprobs": [3],
+    "chat_template_kwargs": [{"enable_thinking": False}],
 }
-USER = {"role": "user", "content": "x"}
 OF_CHATS = {
     "messages": [
         None,
@@ -68,6 +75,8 @@ OF_CHATS = {
     "tools": [3, [3], "x"],
     "tool_choice": ["required", {"type": "function"}, 3],
     "max_completion_tokens": [0, "x", -1],
+    "prompt": ["x"],
+    "echo": [True],
 }
 BODIES = [b"", b"{", b"[]", b"3", b"null", b'"x"', b"\xff\xfe", b'{"prompt": "a"', b"[" * 100000, b'{"prompt": NaN}']
 
@@ -114,6 +123,13 @@ def test_bodies_and_routes(server):
     for body in ({}, {"tokens": "x"}, {"tokens": [10**9]}, {"tokens": [-1]}):
         refused(httpx.post(f"{server[0]}/detokenize", json=body))
     assert httpx.post(f"{server[0]}/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_what_a_stream_is_asked_to_have(server):
+    """Also where it is one."""
+    for options in ({"include_usage": "no"}, {"include_usage": 1}):
+        body = {"prompt": "a", "max_tokens": 1, "stream": True, "stream_options": options}
+        assert refused(httpx.post(f"{server[0]}/v1/completions", json=body))["param"] == "include_usage"
 
 
 def test_tools_that_the_template_would_leave_out(server):

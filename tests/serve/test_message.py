@@ -56,6 +56,13 @@ def test_plain_text_is_kept(text):
         assert parsed(text, list(range(len(text)))) == ([("content", expected)] if expected else [])
 
 
+@pytest.mark.parametrize("arguments", ["null", "5", "[1]", '{"a": NaN}', "[" * 5000])
+def test_arguments_that_are_no_object(arguments):
+    """A client could do nothing with them: what is written is content."""
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    assert parsed(text, [3]) == [("content", text)]
+
+
 def test_arguments_are_json():
     """They may be written as an object or as a text; both come as a text."""
     for arguments in ({"x": "é"}, '{"x": "é"}'):
