@@ -80,6 +80,8 @@ def _check(config: EvalConfig) -> None:
         problems.append("give either path (a model) or compare (files with results)")
     if config.path is not None and not (config.sets or config.tasks or config.harness):
         problems.append("there is nothing to evaluate on: give sets, tasks or harness")
+    if not config.harness and (config.num_fewshot is not None or config.limit is not None or config.chat):
+        problems.append("num_fewshot, limit and chat are for tasks of harness: give some, or leave them out")
     if config.kind not in ("sft", "pt"):
         problems.append(f"kind={config.kind}: choose sft or pt")
     for name, value in (("out", config.out), ("picture", config.picture)):
@@ -97,6 +99,8 @@ def _evaluate(config: EvalConfig, path: str) -> dict[str, object]:
     score_harness = _harness() if config.harness else None
     tasks = {name: later("mpar.infer").read_task(Path(name)) for name in config.tasks}
     with answering(config, folder, CompileNotes(shown=config.execution == "inductor")) as (model, assistant):
+        for name, questions in tasks.items():
+            later("mpar.infer").check_task(assistant, questions, name)
         losses = {name: _loss(config, name, model, assistant) for name in config.sets}
         scores = {name: _scores(name, questions, assistant) for name, questions in tasks.items()}
         if score_harness is not None:

@@ -1,15 +1,15 @@
 """`mpar generate`: answers a prompt, a file of prompts, or the questions that are typed on the terminal."""
 
-import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from mpar.cli._answering import ChoiceKeys, answer_problems, answering
+from mpar.cli._answers_file import asked_in, open_answers, whole_answers, write_answer
 from mpar.cli._arguments import SWITCHES_HELP, read_arguments
 from mpar.cli._compose import compose_config
 from mpar.cli._later import later
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["GenerateConfig", "chosen_sampling", "main"]
 
 _HELP = f"""usage: mpar generate path=RUN_OR_HF_FOLDER [prompt='Who are you?'] [key=value] ...
-       mpar generate path=RUN_OR_HF_FOLDER prompts=questions.jsonl out=answers.jsonl
+       mpar generate path=RUN_OR_HF_FOLDER prompts=questions.jsonl out=answers.jsonl [resume=true]
 
 Without a prompt it talks on the terminal: the model sees the whole conversation; /new begins another one; an empty line or the
 end of input stops. A file of prompts has one in each line, or is .jsonl with objects that have a "prompt" or "messages", and an
@@ -47,7 +47,8 @@ class GenerateConfig(ChoiceKeys):
     path: str = key("an HF folder, or the run_dir of a run")
     prompt: str | None = key("the question, with any characters; null: ask on the terminal", default=None, prose=True)
     prompts: str | None = key("a file of prompts: .jsonl with `prompt` or `messages`, else one in each line", default=None)
-    out: str | None = key("the file for the answers to `prompts`, .jsonl; null: they are printed", default=None)
+    out: str | None = key("the file for the answers, .jsonl; null: they are printed", default=None)
+    resume: bool = key("`out` may have answers, those to the first prompts: go on behind them", default=False)
     chat: bool = key("prompts are questions in the model's chat template; false: texts that it continues", default=True)
     system: str | None = key("the system message of each conversation", default=None, prose=True)
     chat_template_kwargs: dict[str, Any] = key(  # noqa: RUF009 (a field)
@@ -84,15 +85,20 @@ def main(args: Sequence[str]) -> int:
     folder = model_folder(Path(local_folder(config.path)))
     prompts = _prompts(config)
     count = len(prompts or [0]) * config.num_answers
+    asked = [prompt for prompt in prompts or () for _ in range(config.num_answers)]
+    num_done = 0 if config.out is None else whole_answers(Path(config.out), asked, resume=config.resume)
+    if num_done == count:
+        say_aside(f"{config.out} has all {count:,} answers")
+        return 0
     notes = CompileNotes(shown=config.execution == "inductor")
     with answering(replace(config, rows=min(config.rows, count)), folder, notes) as (model, assistant):
         sampling = _sampling(config, model, folder)
         if prompts is None:
             _talk(config, assistant, sampling)
-        elif config.prompts is None and config.num_answers == 1 and config.logprobs is None:
+        elif config.prompts is None and config.num_answers == 1 and config.out is None:
             _stream(_begin(config, assistant, prompts[0], sampling), config, assistant)
         else:
-            _answer_all(config, assistant, prompts, sampling, notes)
+            _answer_all(config, assistant, asked, num_done, sampling, notes)
     return 0
 
 
@@ -103,6 +109,10 @@ def _check(config: GenerateConfig) -> None:
         problems.append("both prompt and prompts are given: leave one of them out")
     if config.out is not None and config.prompts is None and config.prompt is None:
         problems.append("out is for the answers to prompt or prompts: give one of them")
+    if config.resume and config.out is None:
+        problems.append("resume=true goes on with the file `out`: give it")
+    if config.logprobs is not None and config.out is None:
+        problems.append("logprobs are written into the file `out`: give it")
     if config.out is not None and not Path(config.out).absolute().parent.is_dir():
         problems.append(f"out={config.out}: there is no folder {Path(config.out).absolute().parent}")
     if config.out is not None and config.prompts is not None and _are_one_file(Path(config.out), Path(config.prompts)):
@@ -128,11 +138,11 @@ def _prompts(config: GenerateConfig) -> list[Prompt] | None:
     system = [] if config.system is None else [{"role": "system", "content": config.system}]
     if config.prompts is not None:
         prompts = read_prompts(Path(config.prompts), system, chat=config.chat)
-        unknown = {brief(name) for prompt in prompts if (name := _adapter(config, prompt)) not in (None, *config.adapters)}
+        unknown = {brief(name) for prompt in prompts if (name := prompt.others.get("adapter")) not in (None, *config.adapters)}
         if unknown:
             raise UnknownNameError(
                 f"cannot answer {config.prompts}: it names the adapters {', '.join(sorted(unknown))}; adapters= has "
-                f"{', '.join(config.adapters)}"
+                f"{', '.join(config.adapters) or 'none'}"
             )
         return prompts
     if config.prompt is None:
@@ -170,11 +180,6 @@ def _sampling(config: GenerateConfig, model: "Model", folder: Path) -> "Sampling
     )
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     return chosen_sampling(model, folder, base, {name: getattr(config, name) for name in names})
-
-
-def _adapter(config: GenerateConfig, prompt: Prompt) -> object:
-    """What the line of a prompt names as its adapter; None: the model alone answers."""
-    return prompt.others.get("adapter") if config.adapters else None
 
 
 def _begin(
@@ -221,32 +226,48 @@ def _talk(config: GenerateConfig, assistant: "Assistant", sampling: "Sampling") 
         if config.chat:
             messages.append({"role": "user", "content": text})
         prompt = Prompt(text, messages if config.chat else None)
-        said = _stream(_begin(config, assistant, prompt, sampling), config, assistant)
+        try:
+            answer = _begin(config, assistant, prompt, sampling)
+        except (ConfigError, DataError) as error:
+            again = " /new begins another conversation." if len(messages) > len(system) + 1 else ""
+            if not sys.stdin.isatty():
+                raise type(error)(f"{error}{again}") from None
+            say_aside(f"{error}{again}")
+            messages = messages[:-1]
+            continue
+        said = _stream(answer, config, assistant)
         messages.append({"role": "assistant", "content": said})
 
 
 def _answer_all(
-    config: GenerateConfig, assistant: "Assistant", prompts: Sequence[Prompt], sampling: "Sampling", notes: CompileNotes
+    config: GenerateConfig,
+    assistant: "Assistant",
+    asked: Sequence[Prompt],
+    num_done: int,
+    sampling: "Sampling",
+    notes: CompileNotes,
 ) -> None:
-    """Answer all prompts, in their order; an answer is written once those before it are. The time that programs took to compile
-    is said, and does not count as time of answers."""
-    answers = _begin_all(config, assistant, prompts, sampling)
+    """Give all answers but the first `num_done`, in their order; one is written once those before it are. asked: the prompt of
+    each answer. The time that programs took to compile is said, and does not count as time of answers."""
+    answers = _begin_all(config, assistant, asked, num_done, sampling)
     began, num_tokens, compiled_s = time.monotonic(), 0, notes.total_s
-    waiting = list(zip((p for p in prompts for _ in range(config.num_answers)), answers, strict=True))
+    waiting = list(zip(asked[num_done:], answers, strict=True))
+    out = None if config.out is None else Path(config.out)
     try:
-        with _output(config) as file, AnswerProgress(len(answers), shown=config.out is not None) as progress:
+        with open_answers(out) as file, AnswerProgress(len(asked), shown=out is not None) as progress:
             for _ in assistant.run():
                 num_tokens += 1
                 while waiting and waiting[0][1].request.finish is not None:
                     _write(config, file, *waiting.pop(0))
-                progress(len(answers) - len(waiting), num_tokens)
-    except KeyboardInterrupt:
-        if config.out is not None:
-            say_aside(f"{config.out} has the first {len(answers) - len(waiting):,} of {len(answers):,} answers")
+                progress(len(asked) - len(waiting), num_tokens)
+    except BaseException:  # a signal, too
+        if out is not None:
+            say_aside(f"{out} has the first {len(asked) - len(waiting):,} of {len(asked):,} answers; resume=true goes on with it")
         raise
     compiled_s = notes.total_s - compiled_s
     elapsed_s = time.monotonic() - began - compiled_s
-    counted = f"{len(answers):,} answers, {num_tokens:,} tokens in {elapsed_s:.1f} s: {num_tokens / elapsed_s:,.0f} tokens/s"
+    noun = "answer" if len(answers) == 1 else "answers"
+    counted = f"{len(answers):,} {noun}, {num_tokens:,} tokens in {elapsed_s:.1f} s: {num_tokens / elapsed_s:,.0f} tokens/s"
     say_aside(counted + (f", and {compiled_s:.1f} s for compiling" if compiled_s >= _SHORTEST_S else ""))
     _say_cut(answers, config, assistant)
 
@@ -263,42 +284,24 @@ def _say_cut(answers: Sequence["Answer"], config: GenerateConfig, assistant: "As
         )
 
 
-def _begin_all(config: GenerateConfig, assistant: "Assistant", prompts: Sequence[Prompt], sampling: "Sampling") -> list["Answer"]:
-    """The answers to all prompts, in their order. Raises DataError with the lines of the file that cannot be answered."""
-    answers, problems = [], []
-    for prompt in prompts:
-        adapter = cast("str | None", _adapter(config, prompt))  # `_prompts` has checked it
+def _begin_all(
+    config: GenerateConfig, assistant: "Assistant", asked: Sequence[Prompt], num_done: int, sampling: "Sampling"
+) -> list["Answer"]:
+    """The answers to all prompts but the first `num_done`, in their order. Raises DataError with the lines that cannot be
+    answered."""
+    answers: list[Answer] = []
+    problems: dict[int, str] = {}
+    for index, prompt in enumerate(asked[num_done:], num_done):
+        adapter = cast("str | None", prompt.others.get("adapter"))  # `_prompts` has checked it
         try:
-            answers += [_begin(config, assistant, prompt, sampling, choice, adapter) for choice in range(config.num_answers)]
+            answers.append(_begin(config, assistant, prompt, sampling, index % config.num_answers, adapter))
         except (ConfigError, DataError) as error:
             if config.prompts is None:
                 raise
-            problems.append(f"line {prompt.line}: {error}")
+            problems[prompt.line] = f"line {prompt.line}: {error}"
     if problems:
-        raise DataError(f"cannot answer {config.prompts}:\n  " + listed(problems))
+        raise DataError(f"cannot answer {config.prompts}:\n  " + listed(list(problems.values())))
     return answers
-
-
-@contextlib.contextmanager
-def _output(config: GenerateConfig) -> Iterator[TextIO | None]:
-    if config.out is None:
-        yield None
-    else:
-        with _unwritable_is_named(config.out):
-            file = open(config.out, "w", encoding="utf-8")  # noqa: SIM115 (closed below, where an error is another one)
-        try:
-            yield file
-        finally:
-            with _unwritable_is_named(config.out):
-                file.close()
-
-
-@contextlib.contextmanager
-def _unwritable_is_named(path: str | None) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}.") from None
 
 
 def _write(config: GenerateConfig, file: TextIO | None, prompt: Prompt, answer: "Answer") -> None:
@@ -306,13 +309,9 @@ def _write(config: GenerateConfig, file: TextIO | None, prompt: Prompt, answer: 
     if file is None:
         say(answer.text.strip())
         return
-    asked = {"prompt": prompt.text} if prompt.messages is None or not prompt.has_messages else {"messages": prompt.messages}
     made: dict[str, object] = {"answer": answer.text, "finish": answer.request.finish}
     if config.logprobs is not None:
         made["tokens"] = [asdict(chosen) for chosen in answer.request.chosen]
     given = {name: value for name, value in prompt.others.items() if name in made}
     kept = {name: value for name, value in prompt.others.items() if name not in made}
-    record = {**kept, **asked, **({"given": given} if given else {}), **made}
-    with _unwritable_is_named(config.out):
-        file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        file.flush()
+    write_answer(file, {**kept, **asked_in(prompt), **({"given": given} if given else {}), **made})

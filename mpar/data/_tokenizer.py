@@ -275,7 +275,7 @@ class Tokenizer:
         if self.template is None:
             raise TemplateError(
                 "cannot encode a conversation: the tokenizer has no chat template. Put a chat_template.jinja into its folder "
-                "(conversations), or use kind=pt (plain text)."
+                "(conversations), or use plain texts: kind=pt for data, chat=false in mpar generate, /v1/completions."
             )
         return self.template
 

@@ -11,7 +11,7 @@ from mpar.infer._row_runner import RowRunner
 from mpar.infer._sampling import MAX_ALTERNATIVES, Sampling
 from mpar.infer._scheduler import Scheduler, Sizes, Turn
 from mpar.infer._scores import Scores
-from mpar.infer._tasks import Question, Score, continuation_logprob, read_task, score_task
+from mpar.infer._tasks import Question, Score, check_task, continuation_logprob, read_task, score_task
 from mpar.infer._text import TextStream, num_overlapping
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "Sizes",
     "TextStream",
     "Turn",
+    "check_task",
     "choose",
     "continuation_logprob",
     "end_ids",

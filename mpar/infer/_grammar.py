@@ -60,8 +60,12 @@ class Grammars:
         except ValueError as error:
             problem = str(error)
         if problem:
-            raise ConfigError(f"cannot answer by this schema: {problem.strip().splitlines()[0]}")
-        return Grammar(library.LLMatcher(words, text), words.vocab_size, self._vocab_size)
+            first, *rest = problem.strip().splitlines()
+            raise ConfigError(" ".join([f"cannot answer by this schema: {first}", *(line for line in rest if "error:" in line)]))
+        grammar = Grammar(library.LLMatcher(words, text), words.vocab_size, self._vocab_size)
+        if grammar.is_complete:
+            raise ConfigError("cannot answer by this schema: no JSON fits it")
+        return grammar
 
     @functools.cached_property
     def _words(self) -> Any:

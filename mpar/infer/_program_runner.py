@@ -3,6 +3,7 @@
 import functools
 import importlib
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
@@ -182,8 +183,21 @@ class ProgramRunner:
     def _first_state(self, program: Program, params: Tree) -> State:
         read = tree.paths(self.model.without_multi_token().abstract_params)
         given = {path: tree.get(params, path) for path in read}
+        self._check_memory(program)
         leaves = program.init_state(given, _rank(program.mesh)).leaves
         return State(self._packed({path: leaf.to(self.device) for path, leaf in leaves.items()}, stay=True))
+
+    def _check_memory(self, program: Program) -> None:
+        """Raise ConfigError if this machine, in which all ranks may be, has less memory than the caches take."""
+        leaves = [leaf for leaf in program.state_in if not leaf.path.startswith(_PARAMS)]
+        needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if self.device.type == "cpu" and needed > there:
+            rows, length = self.sizes.rows, self.sizes.length
+            raise ConfigError(
+                f"cannot answer {rows:,} rows of up to {length:,} tokens at a time: their cache takes {needed / 2**30:,.1f} GiB, "
+                f"and this machine has {there / 2**30:,.1f} GiB of memory. Choose smaller rows= or length=."
+            )
 
     @functools.cached_property
     def _packings(self) -> list[Packing]:

@@ -7,18 +7,19 @@ of them behind the prompt, as lm-evaluation-harness does; one without is answere
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mpar.errors import ConfigError, DataError, brief
+from mpar.errors import ConfigError, DataError, MparError, brief
 from mpar.files import Unreadable, read_text
 from mpar.infer._assistant import Assistant
 from mpar.infer._sampling import Sampling
 
-__all__ = ["Question", "Score", "continuation_logprob", "read_task", "score_task"]
+__all__ = ["Question", "Score", "check_task", "continuation_logprob", "read_task", "score_task"]
 
 _MAX_BYTES = 2**30
 _MAX_TOKENS = 256
+_MOST_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Question:
 
     prompt:     the text that is continued, or the question that is asked if `is_chat`.
     choices:    the texts that may follow; answer: the index of the right one. Without choices, answer is the right text.
-    max_tokens: the most tokens of an answer; stop: texts that end it.
+    max_tokens: the most tokens of an answer; stop: texts that end it. line: where it stands in its file, from 1 on.
     """
 
     prompt: str
@@ -36,6 +37,7 @@ class Question:
     is_chat: bool = False
     max_tokens: int = _MAX_TOKENS
     stop: tuple[str, ...] = ("\n",)
+    line: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,19 +66,51 @@ def read_task(path: Path) -> list[Question]:
     found = [(number, _question(line)) for number, line in enumerate(lines, 1) if line.strip()]
     problems = [f"line {number}: {entry}" for number, entry in found if isinstance(entry, str)]
     if problems or not found:
-        more = f"\n  and {len(problems) - 8} more lines" if len(problems) > 8 else ""
-        raise DataError(f"cannot read the task {path}:\n  " + ("\n  ".join(problems[:8]) or "it has no line") + more)
-    return [entry for _, entry in found if isinstance(entry, Question)]
+        raise DataError(f"cannot read the task {path}:\n  " + (_listed(problems) or "it has no line"))
+    return [replace(entry, line=number) for number, entry in found if isinstance(entry, Question)]
+
+
+def _listed(problems: Sequence[str]) -> str:
+    more = [f"and {len(problems) - _MOST_LISTED} more lines"] if len(problems) > _MOST_LISTED else []
+    return "\n  ".join([*problems[:_MOST_LISTED], *more])
+
+
+def check_task(assistant: Assistant, questions: Sequence[Question], name: str = "the task") -> None:
+    """Raise DataError, with the lines, if questions cannot be asked: they are too long for a row, or have no tokens."""
+    found = ((question.line, _problem(assistant, question)) for question in questions)
+    problems = [f"line {line}: {problem}" for line, problem in found if problem is not None]
+    if problems:
+        raise DataError(f"cannot evaluate on {name}:\n  " + _listed(problems))
+
+
+def _problem(assistant: Assistant, question: Question) -> str | None:
+    """Why a question cannot be asked, if so."""
+    length = assistant.engine.runner.sizes.length
+    try:
+        if question.choices:
+            count = max(len(_split_tokens(assistant, question.prompt, choice)[0]) for choice in question.choices)
+            what, most = "the prompt and its longest choice have", length
+        elif question.is_chat:
+            count = len(assistant.render([{"role": "user", "content": question.prompt}]))
+            what, most = "the conversation has", length - 1
+        else:
+            count = len(assistant.tokenizer.encode(question.prompt, add_special_tokens=True))
+            what, most = "the prompt has", length - 1
+    except MparError as error:
+        return str(error)
+    return f"{what} {count:,} tokens, and {most:,} fit (length=)" if count > most else None
 
 
 def score_task(
     assistant: Assistant, questions: Sequence[Question], progress: Callable[[int], None] = lambda done: None
 ) -> list[Score]:
-    """The shares of questions that are answered right. `progress` is called with the number of those that are done.
+    """The shares of questions that are answered right. `progress` is called with the number of those that are done. Raises as
+    `check_task`.
 
     accuracy:    the right choice has the largest log-probability. accuracy_by_byte: the largest one divided by its bytes.
     exact_match: the answer is the right text, apart from white space around it.
     """
+    check_task(assistant, questions)
     chosen = [question for question in questions if question.choices]
     asked = [question for question in questions if not question.choices]
     right = {"accuracy": 0, "accuracy_by_byte": 0}
@@ -95,9 +129,18 @@ def score_task(
 def continuation_logprob(assistant: Assistant, context: str, continuation: str) -> tuple[float, bool]:
     """The log-probability of `continuation` behind `context`, and whether each of its tokens is the likeliest one.
 
-    As in lm-evaluation-harness, white space at the end of the context belongs to the continuation, and the tokens of the latter
-    are those that the whole text has behind the tokens of the context.
+    As in lm-evaluation-harness, what does not fit is cut off at the beginning, white space at the end of the context belongs to
+    the continuation, and the tokens of the latter are those that the whole text has behind the tokens of the context.
     """
+    whole, begin = _split_tokens(assistant, context, continuation)
+    length = assistant.engine.runner.sizes.length
+    kept = whole[-length:]
+    scored = assistant.score(kept, 1)[max(1, begin - (len(whole) - len(kept))) :]
+    return sum(one.logprob or 0.0 for one in scored), all(one.alternatives[0][0] == one.token for one in scored)
+
+
+def _split_tokens(assistant: Assistant, context: str, continuation: str) -> tuple[list[int], int]:
+    """The tokens of both texts together, and where those of the continuation begin."""
     stripped = context.rstrip()
     continuation, context = context[len(stripped) :] + continuation, stripped
     tokenizer = assistant.tokenizer
@@ -108,10 +151,7 @@ def continuation_logprob(assistant: Assistant, context: str, continuation: str) 
         if first is None:
             raise DataError("cannot score a text without a context: the tokenizer has no token that begins one.")
         whole, begin = ([first, *whole], 1) if whole[:1] != [first] else (whole, 1)
-    length = assistant.engine.runner.sizes.length
-    kept = whole[-length:]
-    scored = assistant.score(kept, 1)[max(1, begin - (len(whole) - len(kept))) :]
-    return sum(one.logprob or 0.0 for one in scored), all(one.alternatives[0][0] == one.token for one in scored)
+    return whole, begin
 
 
 def _num_exact(assistant: Assistant, asked: Sequence[Question], num_before: int, progress: Callable[[int], None]) -> int:
