@@ -10,7 +10,7 @@ from typing import TextIO
 from mpar.cli._prompts import Prompt
 from mpar.errors import ConfigError, DataError
 
-__all__ = ["asked_in", "open_answers", "whole_answers", "write_answer"]
+__all__ = ["asked_in", "kept_answers", "open_answers", "write_answer"]
 
 
 def asked_in(prompt: Prompt) -> dict[str, object]:
@@ -20,7 +20,7 @@ def asked_in(prompt: Prompt) -> dict[str, object]:
     return {"messages": prompt.messages}
 
 
-def whole_answers(path: Path, prompts: Sequence[Prompt], *, resume: bool) -> int:
+def kept_answers(path: Path, prompts: Sequence[Prompt], *, resume: bool) -> int:
     """How many answers, to the first of `prompts`, the file has already. The beginning of a line that is behind them is cut off.
 
     Raises ConfigError for a file with something in it unless `resume`, and DataError if it has answers to other prompts.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from mpar.cli._answering import ChoiceKeys, answer_problems, answering
-from mpar.cli._answers_file import asked_in, open_answers, whole_answers, write_answer
+from mpar.cli._answers_file import asked_in, kept_answers, open_answers, write_answer
 from mpar.cli._arguments import SWITCHES_HELP, read_arguments
 from mpar.cli._compose import compose_config
 from mpar.cli._later import later
@@ -86,7 +86,7 @@ def main(args: Sequence[str]) -> int:
     prompts = _prompts(config)
     count = len(prompts or [0]) * config.num_answers
     asked = [prompt for prompt in prompts or () for _ in range(config.num_answers)]
-    num_done = 0 if config.out is None else whole_answers(Path(config.out), asked, resume=config.resume)
+    num_done = 0 if config.out is None else kept_answers(Path(config.out), asked, resume=config.resume)
     if num_done == count:
         say_aside(f"{config.out} has all {count:,} answers")
         return 0

@@ -74,7 +74,7 @@ def main(args: Sequence[str]) -> int:
     ):
         sampling = chosen_sampling(model, folder, later("mpar.infer").Sampling(), {"temperature": config.temperature})
         worker = serve.Worker(assistant, config.max_waiting)
-        lost.append(worker.fail)
+        lost.append(lambda text: worker.fail(ProgramError(text)))
         name = config.name or (folder.parent if folder.name == "hf" else folder).resolve().name
         keys = [*config.api_keys, *(word for word in os.environ.get("MPAR_API_KEY", "").split(",") if word)]
         names = None if keys or not _is_this_machine_alone(listener) else [each.lower() for each in config.host_names]
@@ -87,10 +87,8 @@ def main(args: Sequence[str]) -> int:
             server.run(sockets=[listener])
         finally:  # it raises the signal that has ended it, and a thread that compiles would abort the process at its end
             worker.join(timeout=_END_S)
-        if worker.error is not None:
-            raise worker.error
-        if worker.failure:
-            raise ProgramError(f"the server has stopped: {worker.failure}")
+        if worker.failure is not None:
+            raise worker.failure
     return 0 if server.started else 1
 
 

@@ -114,7 +114,8 @@ class ChatTemplate:
         }
         wrong = sorted(set(variables or {}) - self._free)
         if wrong:
-            raise DataError(f"{self.name} reads no {', '.join(wrong)}; its variables are {', '.join(sorted(self._free))}")
+            there_are = f"its variables are {', '.join(sorted(self._free))}" if self._free else "it has no variables"
+            raise DataError(f"{self.name} reads no {', '.join(wrong)}; {there_are}")
         value = next(self._ask([request]))
         if isinstance(value, RenderError):
             raise value

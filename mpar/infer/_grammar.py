@@ -63,6 +63,7 @@ class Grammars:
             first, *rest = problem.strip().splitlines()
             raise ConfigError(" ".join([f"cannot answer by this schema: {first}", *(line for line in rest if "error:" in line)]))
         grammar = Grammar(library.LLMatcher(words, text), words.vocab_size, self._vocab_size)
+        grammar.allowed()  # the library stops where it finds that nothing may come
         if grammar.is_complete:
             raise ConfigError("cannot answer by this schema: no JSON fits it")
         return grammar

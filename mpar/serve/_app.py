@@ -195,8 +195,7 @@ class _Server:
 
     async def health(self, request: Request) -> Response:
         """200 while the engine runs, 503 after it has failed."""
-        if self.worker.failure:
-            raise Refusal(503, f"the engine has stopped: {self.worker.failure}")
+        self.worker.check_runs()
         return Response()
 
     async def version(self, request: Request) -> Response:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mpar.errors import ConfigError, NumericsError
+from mpar.errors import ConfigError, MparError, NumericsError
 from mpar.infer import Answer, Assistant, Chosen, Sampling
 from mpar.serve._latencies import Latencies
 from mpar.serve._refusal import Refusal
@@ -101,8 +101,8 @@ class Worker(threading.Thread):
     def __init__(self, assistant: Assistant, max_waiting: int, on_failure: Callable[[], None] = lambda: None) -> None:
         super().__init__(name="mpar-engine", daemon=True)
         self.assistant, self.max_waiting, self.on_failure = assistant, max_waiting, on_failure
-        self.steps, self.failure = StepCounts(), ""
-        self.error: Exception | None = None
+        self.steps = StepCounts()
+        self.failure: Exception | None = None
         self.counts = {adapter: Counts() for adapter in (None, *assistant.engine.runner.adapters)}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._places: dict[Answer, _Place] = {}
@@ -124,7 +124,7 @@ class Worker(threading.Thread):
     def submit(self, job: Job) -> None:
         """Begin a job; called by the event loop. Raises Refusal if too many wait, a prompt does not fit, or the engine failed."""
         count = len(job.prompts) * job.num_choices
-        self._check_runs()
+        self.check_runs()
         sizes = self.assistant.engine.runner.sizes
         if count > self.max_waiting + sizes.rows:
             most = self.max_waiting + sizes.rows
@@ -137,14 +137,15 @@ class Worker(threading.Thread):
             if len(tokens) > sizes.length or (len(tokens) == sizes.length and not job.only_prompts):
                 raise Refusal(400, f"the prompt has {len(tokens)} tokens; it and the answer may have {sizes.length}", "prompt")
         with self._lock:
-            self._check_runs()
+            self.check_runs()
             self._jobs[job] = count
             self._num_queued += count
         self._commands.put(lambda: self._begin(job))
 
-    def _check_runs(self) -> None:
-        if self.failure:
-            raise Refusal(503, f"the engine has stopped: {self.failure}")
+    def check_runs(self) -> None:
+        """Raise Refusal after the engine has failed."""
+        if self.failure is not None:
+            raise Refusal(503, _words(self.failure))
 
     def cancel(self, job: Job) -> None:
         """Give up a job; called by the event loop. Nothing happens if it has ended."""
@@ -156,7 +157,7 @@ class Worker(threading.Thread):
         self._commands.put(None)
 
     def run(self) -> None:
-        """Do what is asked until `stop`. An error of the engine ends all jobs, and is kept in `error`, in words in `failure`."""
+        """Do what is asked until `stop`. An error of the engine ends all jobs, and is kept in `failure`."""
         try:
             while self._take_commands():
                 began = time.monotonic()
@@ -164,17 +165,16 @@ class Worker(threading.Thread):
                 self.steps.steps += 1
                 self.steps.step_s += time.monotonic() - began
         except Exception as error:
-            self.error = error
-            self.fail(f"{type(error).__name__}: {error}")
+            self.fail(error)
 
-    def fail(self, why: str) -> None:
+    def fail(self, error: Exception) -> None:
         """Tell all jobs that the engine has stopped, and refuse further ones; only the first time that this is called. Any thread
         may call this: that of the engine may wait for a rank that is gone."""
         with self._lock:
-            if self.failure:
+            if self.failure is not None:
                 return
-            self.failure = why
-        self.give_up(f"the engine has stopped: {why}")
+            self.failure = error
+        self.give_up(_words(error))
         self.on_failure()
 
     def give_up(self, why: str) -> None:
@@ -275,6 +275,11 @@ class Worker(threading.Thread):
             del self._jobs[job]
         ended = self.counts[job.adapter].ended
         ended[why] = ended.get(why, 0) + 1
+
+
+def _words(failure: Exception) -> str:
+    known = str(failure) if isinstance(failure, MparError) else f"{type(failure).__name__}: {failure}"
+    return f"the engine has stopped: {known}"
 
 
 def _deliver(told: Sequence[tuple[Job, Grown]]) -> None:

@@ -61,6 +61,7 @@ def test_several_ranks_find_what_one_finds(folder, tmp_path, mesh):
         (["path={folder}"], "there is nothing to evaluate on"),
         (["path={folder}", "sets=[x]", "compare=[a,b]"], "give either path"),
         (["path={folder}", "tasks=[/nowhere.jsonl]"], "cannot read the task /nowhere.jsonl"),
+        (["path={folder}", "sets=[x]", "limit=1"], "num_fewshot, limit and chat are for tasks of harness"),
         (["path={folder}", "sets=[x]", "kind=rl"], "choose sft or pt"),
         (["path={folder}", "sets=[x]", "out=/nowhere/x.json"], "there is no folder /nowhere"),
         (["path={folder}", "sets=[x]", "picture=x.gif"], "a picture ends in"),

@@ -70,6 +70,8 @@ def test_variables_of_the_chat_template(capsys, folder):
     (reads / "chat_template.jinja").unlink(missing_ok=True)
     said = {value: ask(capsys, reads, "prompt=hi", f"chat_template_kwargs={{brief: {value}}}")[1] for value in ("true", "false")}
     assert said["true"] == ask(capsys, reads, "prompt=hi!")[1] != said["false"] == ask(capsys, reads, "prompt=hi")[1]
+    code, _, noted = ask(capsys, reads, "prompt=hi", "chat_template_kwargs={m: 1}")
+    assert code == 1 and "reads no m; its variables are brief" in noted
     code, _, noted = ask(capsys, folder, "prompt=hi", "chat_template_kwargs={brief: true}")
     assert code == 1 and "reads no brief" in noted
     code, _, noted = ask(capsys, reads, "prompt=hi", "chat=false", "chat_template_kwargs={brief: true}")
@@ -173,6 +175,9 @@ REFUSED = {
     "both": (["prompt=a", "prompts=b"], "both prompt and prompts"),
     "out alone": (["out=x.jsonl"], "out is for the answers"),
     "no folder": (["prompts=a", "out=/nowhere/x.jsonl"], "there is no folder /nowhere"),
+    "resume": (["prompts=a", "resume=true"], "resume=true goes on with the file `out`"),
+    "logprobs": (["prompt=a", "logprobs=2"], "logprobs are written into the file `out`"),
+    "memory": (["prompts={tmp}/many.txt", "rows=10000000", "length=100000"], "Choose smaller rows= or length="),
     "system": (["prompt=a", "chat=false", "system=b"], "a system message needs chat=true"),
     "dtype": (["prompt=a", "dtype=int8"], "choose float32, bfloat16 or float16"),
     "stop": (["prompt=a", "stop=['']"], "stop has an empty text"),
@@ -182,10 +187,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_keys_that_do_not_fit_are_refused(capsys, folder, case):
-    """Before a model is loaded, with what to do instead."""
+def test_keys_that_do_not_fit_are_refused(capsys, folder, tmp_path, case):
+    """With what to do instead."""
     keys, message = REFUSED[case]
-    code, said, noted = ask(capsys, folder, *keys)
+    (tmp_path / "many.txt").write_text("a\n" * 10_000)
+    code, said, noted = ask(capsys, folder, *(key.format(tmp=tmp_path) for key in keys))
     assert code == 2 and said == ""
     assert message in noted
 
@@ -275,6 +281,72 @@ def test_an_interrupt_says_what_is_there(capsys, folder, tmp_path, monkeypatch):
         ask(capsys, folder, f"prompts={tmp_path}/asked.txt", f"out={tmp_path}/out.jsonl")
     assert "has the first 2 of 3 answers" in capsys.readouterr().err
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_file_of_answers_is_gone_on_with(capsys, folder, tmp_path, monkeypatch):
+    """After an interrupt, in the middle of a line too, it becomes what it would have been without. Nothing in it is lost by
+    mistake."""
+    (tmp_path / "asked.txt").write_text("a\nb\nc\n")
+    keys = [f"prompts={tmp_path}/asked.txt", "num_answers=2", "temperature=1", f"out={tmp_path}/out.jsonl"]
+    assert ask(capsys, folder, *keys)[0] == 0
+    whole = (tmp_path / "out.jsonl").read_bytes()
+    ends = [index + 1 for index, byte in enumerate(whole) if byte == ord("\n")]
+    for size in (0, ends[0], ends[2] + 9, ends[4] - 1):
+        (tmp_path / "out.jsonl").write_bytes(whole[:size])
+        assert ask(capsys, folder, *keys, "resume=true")[0] == 0
+        assert (tmp_path / "out.jsonl").read_bytes() == whole
+    assert "has all 6 answers" in ask(capsys, folder, *keys, "resume=true")[2]
+    code, _, noted = ask(capsys, folder, *keys)
+    assert code == 2 and "it has something already" in noted and "resume=true" in noted
+    for asked, why in (("a\n", "6 lines, for 2 answers"), ("a\nc\nb\n", "line 3 is no answer to the prompt 'c'")):
+        (tmp_path / "asked.txt").write_text(asked)
+        code, _, noted = ask(capsys, folder, *keys, "resume=true")
+        assert code == 1 and f"cannot go on with {tmp_path}/out.jsonl: " in noted and why in noted
+    assert (tmp_path / "out.jsonl").read_bytes() == whole
+
+
+def test_one_prompt_may_be_answered_into_a_file(capsys, folder, tmp_path):
+    """With what was asked."""
+    _, said, _ = ask(capsys, folder, "prompt=hi")
+    code, printed, noted = ask(capsys, folder, "prompt=hi", f"out={tmp_path}/out.jsonl")
+    record = json.loads((tmp_path / "out.jsonl").read_text())
+    assert (code, printed, record["prompt"], record["answer"].strip()) == (0, "", "hi", said.strip())
+    assert "1 answer, " in noted
+
+
+def test_what_utf_8_cannot_say_is_written_as_json_escapes_it(capsys, folder, tmp_path):
+    """Half of a surrogate pair in what a line has besides its prompt."""
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "hi", "id": "\\ud800é"}\n{"prompt": "ho"}\n')
+    assert ask(capsys, folder, f"prompts={tmp_path}/asked.jsonl", f"out={tmp_path}/out.jsonl")[0] == 0
+    first, second = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert (first["id"], second["prompt"]) == ("\ud800é", "ho")
+
+
+def test_an_adapter_that_nobody_gave_is_refused(capsys, folder, tmp_path):
+    """The model alone would answer otherwise."""
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "hi", "adapter": "french"}')
+    code, _, noted = ask(capsys, folder, f"prompts={tmp_path}/asked.jsonl")
+    assert code == 2 and "it names the adapters 'french'; adapters= has none" in noted
+
+
+class Terminal(io.StringIO):
+    """What is typed."""
+
+    def isatty(self) -> bool:
+        """It is one."""
+        return True
+
+
+def test_a_conversation_that_fills_the_row(capsys, folder, monkeypatch):
+    """On a terminal the talk goes on, and the question is forgotten; otherwise it is an error. Both tell how to begin anew."""
+    lines = "one\n" + "x" * 100 + "\n/new\none\n"
+    monkeypatch.setattr("sys.stdin", Terminal(lines))
+    code, said, noted = ask(capsys, folder, "length=90")
+    assert code == 0 and said.split("\n")[0] == said.split("\n")[1]
+    assert "cannot answer a prompt of" in noted and "/new begins another conversation." in noted
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    code, _, noted = ask(capsys, folder, "length=90")
+    assert code == 2 and "/new begins another conversation." in noted
 
 
 def test_bad_lines_of_a_file_are_counted(capsys, folder, tmp_path):

@@ -84,7 +84,7 @@ def test_an_answer_without_room_is_cut(assistant):
     assert (answer.text, answer.request.finish) == ('"a lo', "length")
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(7)
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
@@ -92,7 +92,8 @@ def test_an_answer_without_room_is_cut(assistant):
         ('{"type": "strange"}', "Invalid type: strange"),
         ('{"type": "object", "not": {"type": "string"}}', "Unimplemented keys"),
         ('{"$ref": "#/nowhere"}', "nowhere"),
-        ('{"type": "string", "pattern": "("}', "regex"),
+        ('{"type": "string", "pattern": "("}', "regex parse error: error: unclosed group"),
+        ('{"$ref": "#"}', "no JSON fits it"),
         ("false", "object schema"),
     ],
 )

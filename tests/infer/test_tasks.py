@@ -8,7 +8,7 @@ import torch
 
 from mpar.data import Documents, byte_tokenizer
 from mpar.errors import DataError
-from mpar.infer import Assistant, Question, Sampling, continuation_logprob, loss_of, read_task, score_task
+from mpar.infer import Assistant, Question, Sampling, check_task, continuation_logprob, loss_of, read_task, score_task
 from mpar.infer._scores import scores_of_logits
 from tests.infer.test_assistant import SIZES, assistant_of, tiny
 
@@ -125,7 +125,7 @@ def test_lines_of_a_task_are_checked(tmp_path):
     path = tmp_path / "task.jsonl"
     path.write_text("\n".join(map(json.dumps, good)) + "\n\n")
     questions = read_task(path)
-    assert questions[1:] == [Question("a", "z"), Question("a", "z", (), True, 3, (".",))]
+    assert questions[1:] == [Question("a", "z", line=2), Question("a", "z", (), True, 3, (".",), line=3)]
     path.write_text("\n".join(bad))
     with pytest.raises(DataError) as raised:
         read_task(path)
@@ -133,3 +133,24 @@ def test_lines_of_a_task_are_checked(tmp_path):
     path.write_text("\n")
     with pytest.raises(DataError, match="it has no line"):
         read_task(path)
+
+
+def test_questions_that_do_not_fit_are_listed(tiny):
+    """By their lines, before any is scored: the numbers of choices that are cut could not be compared."""
+    assistant, room = assistant_of(tiny), SIZES.length
+    fits = [Question("a" * (room - 1), 0, ("x", "y"), line=1), Question("a" * (room - 1), "x", line=2)]
+    wrong = [
+        Question("a" * room, 0, ("x", "y"), line=4),
+        Question("a", 0, ("x", "y" * room), line=5),
+        Question("a" * room, "x", line=6),
+        Question("a" * room, "x", (), True, line=7),
+        Question("\ud800", "x", line=9),
+    ]
+    check_task(assistant, fits)
+    with pytest.raises(DataError) as raised:
+        score_task(assistant, [*fits, *wrong])
+    said = str(raised.value)
+    assert all(f"line {question.line}: " in said for question in wrong)
+    assert not any(f"line {question.line}: " in said for question in fits)
+    assert f"line 5: the prompt and its longest choice have {room + 1} tokens, and {room} fit (length=)" in said
+    assert assistant.is_idle

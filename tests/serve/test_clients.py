@@ -222,7 +222,7 @@ def test_too_many_requests_are_refused_and_a_failure_ends_all():
         assert "the device is gone" in answers[0].json()["error"]["message"]
         assert httpx.get(f"{address}/health").status_code == 503
         assert ask().status_code == 503
-        assert isinstance(worker.error, RuntimeError)
+        assert isinstance(worker.failure, RuntimeError)
 
 
 class Broken(RowRunner):
