@@ -34,10 +34,12 @@ def kept_answers(path: Path, prompts: Sequence[Prompt], *, resume: bool) -> int:
         )
     with _unwritable_is_named(path), open(path, "r+b") as file:
         content = file.read()
-        lines = content.split(b"\n")[:-1]
+        *lines, begun = content.split(b"\n")
         for number, (line, prompt) in enumerate(zip(lines, prompts, strict=False), 1):
             if not _answers(line, asked_in(prompt)):
                 raise DataError(f"cannot go on with {path}: line {number} is no answer to the prompt {prompt.text[:60]!r}.")
+        if begun and not begun.startswith(b"{"):
+            raise DataError(f"cannot go on with {path}: behind line {len(lines)} it has what is no answer.")
         if len(lines) > len(prompts):
             raise DataError(f"cannot go on with {path}: it has {len(lines):,} lines, for {len(prompts):,} answers.")
         file.truncate(sum(len(line) + 1 for line in lines))

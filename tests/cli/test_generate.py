@@ -303,6 +303,9 @@ def test_a_file_of_answers_is_gone_on_with(capsys, folder, tmp_path, monkeypatch
         code, _, noted = ask(capsys, folder, *keys, "resume=true")
         assert code == 1 and f"cannot go on with {tmp_path}/out.jsonl: " in noted and why in noted
     assert (tmp_path / "out.jsonl").read_bytes() == whole
+    (tmp_path / "out.jsonl").write_text("a text of mine")
+    code, _, noted = ask(capsys, folder, *keys, "resume=true")
+    assert code == 1 and "it has what is no answer" in noted and (tmp_path / "out.jsonl").read_text() == "a text of mine"
 
 
 def test_one_prompt_may_be_answered_into_a_file(capsys, folder, tmp_path):
