@@ -83,7 +83,7 @@ def log_normal(count: int, median: float, sigma: float) -> tuple[int, ...]:
 
 WORKLOADS: Mapping[str, Mapping[str, Workload]] = {
     "tiny": {"one": Workload(32, (96,)), "many": Workload(32, log_normal(16, 32, 1.0)), "prefill": Workload(512, (1,))},
-    "qwen2_5_0_5b": {"one": Workload(32, (24,)), "many": Workload(32, log_normal(16, 12, 1.0)), "prefill": Workload(512, (1,))},
+    "qwen2_5_0_5b": {"one": Workload(32, (96,)), "many": Workload(32, log_normal(16, 12, 1.0)), "prefill": Workload(512, (1,))},
 }
 
 

@@ -115,7 +115,7 @@ def answering(
         try:
             follower.meet(job, 0, size)
             model, assistant = load(config, folder, notes)
-            leader = later("mpar.infer.run").Leader(assistant.engine.runner)
+            leader = later("mpar.infer.run").Leader(assistant.engine.runner, watch.reason)
             assistant.engine.runner = leader
             yield model, assistant
             watch.end()

@@ -3,7 +3,8 @@ runner to the others, which make the same call. A step without a long prompt is 
 """
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -80,8 +81,9 @@ class _Line:
 class Leader:
     """The runner of rank 0: all ranks make the calls that are made here. The other ranks are in `follow`."""
 
-    def __init__(self, runner: Runner) -> None:
-        self.runner, self._line = runner, _Line(runner.sizes)
+    def __init__(self, runner: Runner, reason: Callable[[Exception], Exception] = lambda error: error) -> None:
+        """reason: finds out why a call has failed; the error may be but the loss of a connection."""
+        self.runner, self._line, self._reason = runner, _Line(runner.sizes), reason
         self.sizes, self.shares_pages, self.vocab_size = runner.sizes, runner.shares_pages, runner.vocab_size
         self.adapters: Sequence[str] = runner.adapters
 
@@ -89,23 +91,36 @@ class Leader:
         self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, adapters_R: Tensor
     ) -> Tensor:
         """See `Runner`."""
-        self._line.send_step(tokens_T, order_T, rows_T, pages_RP, last_R, adapters_R)
-        return self.runner.step(tokens_T, order_T, rows_T, pages_RP, last_R, adapters_R)
+        with self._explained():
+            self._line.send_step(tokens_T, order_T, rows_T, pages_RP, last_R, adapters_R)
+            return self.runner.step(tokens_T, order_T, rows_T, pages_RP, last_R, adapters_R)
 
     def scores(self, texts: Sequence[Tensor], num_likeliest: int, adapter: int = 0) -> list[Scores]:
         """See `Runner`."""
         longest = max(len(text) for text in texts)
         if longest > self.sizes.length + 1:  # the others would end with the error
             raise ConfigError(f"cannot score a text of {longest} tokens: at most {self.sizes.length + 1} fit here.")
-        self._line.send(_SCORES, len(texts))
-        self._line.send_rest(torch.tensor([num_likeliest, adapter, *(len(text) for text in texts)]))
-        self._line.send_rest(torch.cat(list(texts)))
-        return self.runner.scores(texts, num_likeliest, adapter)
+        with self._explained():
+            self._line.send(_SCORES, len(texts))
+            self._line.send_rest(torch.tensor([num_likeliest, adapter, *(len(text) for text in texts)]))
+            self._line.send_rest(torch.cat(list(texts)))
+            return self.runner.scores(texts, num_likeliest, adapter)
 
     def prepare_next(self) -> bool:
         """See `Runner`."""
-        self._line.send(_PREPARE)
-        return self.runner.prepare_next()
+        with self._explained():
+            self._line.send(_PREPARE)
+            return self.runner.prepare_next()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            reason = self._reason(error)
+            if reason is error:
+                raise
+            raise reason from None
 
     def dismiss(self) -> None:
         """The other ranks return from `follow`."""

@@ -119,7 +119,7 @@ def test_a_rank_that_dies_ends_all_requests(folder, busy):
                 os.kill(rank, signal.SIGKILL)
                 began = time.monotonic()
                 remaining = [line for line in lines if line]
-            assert '"error"' in remaining[-2] and "the engine has stopped" in remaining[-2]
+            assert '"error"' in remaining[-2] and "the engine has stopped: rank 1 was killed by SIGKILL" in remaining[-2]
         else:
             os.kill(rank, signal.SIGKILL)
             began = time.monotonic()
