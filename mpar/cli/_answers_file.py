@@ -5,25 +5,28 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 from mpar.cli._prompts import Prompt
 from mpar.errors import ConfigError, DataError
 
-__all__ = ["asked_in", "kept_answers", "open_answers", "write_answer"]
+__all__ = ["RESULTS", "head_of", "kept_answers", "open_answers", "write_answer"]
+
+RESULTS = ("answer", "finish", "tokens")
+"""What the line of an answer has of the answer."""
 
 
-def asked_in(prompt: Prompt) -> dict[str, object]:
-    """What the line of an answer has of its prompt: its text, or the conversation that the file of prompts has."""
-    if prompt.messages is None or not prompt.has_messages:
-        return {"prompt": prompt.text}
-    return {"messages": prompt.messages}
+def head_of(prompt: Prompt) -> dict[str, object]:
+    """What the line of an answer begins with: what the line of the prompt has besides it, and the prompt or the conversation."""
+    others = {name: value for name, value in prompt.others.items() if name not in RESULTS}
+    asked = {"messages": prompt.messages} if prompt.messages is not None and prompt.has_messages else {"prompt": prompt.text}
+    return {**others, **asked}
 
 
 def kept_answers(path: Path, prompts: Sequence[Prompt], *, resume: bool) -> int:
-    """How many answers, to the first of `prompts`, the file has already. The beginning of a line that is behind them is cut off.
+    """How many answers, to the first of `prompts`, the file has already. The beginning of the next one, if any, is cut off.
 
-    Raises ConfigError for a file with something in it unless `resume`, and DataError if it has answers to other prompts.
+    Raises ConfigError for a file with something in it unless `resume`, and DataError if that is something else.
     """
     if not path.is_file() or path.stat().st_size == 0:  # it may be /dev/stdout, too
         return 0
@@ -33,36 +36,41 @@ def kept_answers(path: Path, prompts: Sequence[Prompt], *, resume: bool) -> int:
             "give another name, or remove it."
         )
     with _unwritable_is_named(path), open(path, "r+b") as file:
-        content = file.read()
-        *lines, begun = content.split(b"\n")
-        for number, (line, prompt) in enumerate(zip(lines, prompts, strict=False), 1):
-            if not _answers(line, asked_in(prompt)):
-                raise DataError(f"cannot go on with {path}: line {number} is no answer to the prompt {prompt.text[:60]!r}.")
-        if begun and not begun.startswith(b"{"):
-            raise DataError(f"cannot go on with {path}: behind line {len(lines)} it has what is no answer.")
-        if len(lines) > len(prompts):
-            raise DataError(f"cannot go on with {path}: it has {len(lines):,} lines, for {len(prompts):,} answers.")
+        *lines, begun = file.read().split(b"\n")
+        if len(lines) + bool(begun) > len(prompts):
+            raise DataError(f"cannot go on with {path}: it has {len(lines) + bool(begun):,} lines, for {len(prompts):,} answers.")
+        heads = [_encoded(head_of(prompt)).removesuffix(b"}") for prompt in prompts[: len(lines) + 1]]
+        fit = [_is_answer(line, head) for line, head in zip(lines, heads, strict=False)]
+        fit += [begun.startswith(heads[-1]) or heads[-1].startswith(begun)] if begun else []
+        if not all(fit):
+            wrong = fit.index(False)
+            asked = prompts[wrong].text[:60]
+            raise DataError(f"cannot go on with {path}: line {wrong + 1} is no answer to the prompt {asked!r}.")
         file.truncate(sum(len(line) + 1 for line in lines))
     return len(lines)
 
 
-def _answers(line: bytes, asked: Mapping[str, object]) -> bool:
-    """Whether a line of the file has an answer to what is asked."""
+def _is_answer(line: bytes, head: bytes) -> bool:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
-    return isinstance(record, dict) and "answer" in record and {name: record.get(name) for name in asked} == asked
+    return line.startswith(head) and "answer" in record
+
+
+def _encoded(record: Mapping[str, object]) -> bytes:
+    """As JSON in UTF-8. Half of a surrogate pair, which UTF-8 cannot say, is written as JSON escapes it."""
+    return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
 @contextlib.contextmanager
-def open_answers(path: Path | None) -> Iterator[TextIO | None]:
+def open_answers(path: Path | None) -> Iterator[BinaryIO | None]:
     """The file, to write behind what it has; None for no path. Raises ConfigError if it cannot be written."""
     if path is None:
         yield None
         return
     with _unwritable_is_named(path):
-        file = open(path, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 (closed below, where an error is another one)
+        file = open(path, "ab")  # noqa: SIM115 (closed below, where an error is another one)
     try:
         yield file
     finally:
@@ -70,10 +78,10 @@ def open_answers(path: Path | None) -> Iterator[TextIO | None]:
             file.close()
 
 
-def write_answer(file: TextIO, record: Mapping[str, object]) -> None:
-    """Write a line, at once. Half of a surrogate pair, which UTF-8 cannot say, is written as JSON escapes it."""
+def write_answer(file: BinaryIO, record: Mapping[str, object]) -> None:
+    """Write a line, at once."""
     with _unwritable_is_named(file.name):
-        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        file.write(_encoded(record) + b"\n")
         file.flush()
 
 

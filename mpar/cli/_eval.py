@@ -81,7 +81,7 @@ def _check(config: EvalConfig) -> None:
     if config.path is not None and not (config.sets or config.tasks or config.harness):
         problems.append("there is nothing to evaluate on: give sets, tasks or harness")
     if not config.harness and (config.num_fewshot is not None or config.limit is not None or config.chat):
-        problems.append("num_fewshot, limit and chat are for tasks of harness: give some, or leave them out")
+        problems.append("num_fewshot, limit and chat are for tasks of harness: give harness=, or leave them out")
     if config.kind not in ("sft", "pt"):
         problems.append(f"kind={config.kind}: choose sft or pt")
     for name, value in (("out", config.out), ("picture", config.picture)):

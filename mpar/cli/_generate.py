@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from mpar.cli._answering import ChoiceKeys, answer_problems, answering
-from mpar.cli._answers_file import asked_in, kept_answers, open_answers, write_answer
+from mpar.cli._answers_file import RESULTS, head_of, kept_answers, open_answers, write_answer
 from mpar.cli._arguments import SWITCHES_HELP, read_arguments
 from mpar.cli._compose import compose_config
 from mpar.cli._later import later
@@ -229,11 +229,11 @@ def _talk(config: GenerateConfig, assistant: "Assistant", sampling: "Sampling") 
         try:
             answer = _begin(config, assistant, prompt, sampling)
         except (ConfigError, DataError) as error:
-            again = " /new begins another conversation." if len(messages) > len(system) + 1 else ""
+            again = " /new begins another conversation." if config.chat and len(messages) > len(system) + 1 else ""
             if not sys.stdin.isatty():
                 raise type(error)(f"{error}{again}") from None
             say_aside(f"{error}{again}")
-            messages = messages[:-1]
+            messages = messages[:-1] if config.chat else messages
             continue
         said = _stream(answer, config, assistant)
         messages.append({"role": "assistant", "content": said})
@@ -253,17 +253,19 @@ def _answer_all(
     began, num_tokens, compiled_s = time.monotonic(), 0, notes.total_s
     waiting = list(zip(asked[num_done:], answers, strict=True))
     out = None if config.out is None else Path(config.out)
-    try:
-        with open_answers(out) as file, AnswerProgress(len(asked), shown=out is not None) as progress:
+    with open_answers(out) as file, AnswerProgress(len(asked), shown=out is not None) as progress:
+        try:
             for _ in assistant.run():
                 num_tokens += 1
                 while waiting and waiting[0][1].request.finish is not None:
-                    _write(config, file, *waiting.pop(0))
+                    _write(config, file, *waiting[0])
+                    del waiting[0]
                 progress(len(asked) - len(waiting), num_tokens)
-    except BaseException:  # a signal, too
-        if out is not None:
-            say_aside(f"{out} has the first {len(asked) - len(waiting):,} of {len(asked):,} answers; resume=true goes on with it")
-        raise
+        except BaseException:  # a signal, too
+            if out is not None and out.is_file():
+                count = out.read_bytes().count(b"\n")
+                say_aside(f"{out} has the first {count:,} of {len(asked):,} answers; resume=true goes on with it")
+            raise
     compiled_s = notes.total_s - compiled_s
     elapsed_s = time.monotonic() - began - compiled_s
     noun = "answer" if len(answers) == 1 else "answers"
@@ -304,7 +306,7 @@ def _begin_all(
     return answers
 
 
-def _write(config: GenerateConfig, file: TextIO | None, prompt: Prompt, answer: "Answer") -> None:
+def _write(config: GenerateConfig, file: BinaryIO | None, prompt: Prompt, answer: "Answer") -> None:
     """Write one answer: as a line of the file, or on the screen."""
     if file is None:
         say(answer.text.strip())
@@ -312,6 +314,5 @@ def _write(config: GenerateConfig, file: TextIO | None, prompt: Prompt, answer: 
     made: dict[str, object] = {"answer": answer.text, "finish": answer.request.finish}
     if config.logprobs is not None:
         made["tokens"] = [asdict(chosen) for chosen in answer.request.chosen]
-    given = {name: value for name, value in prompt.others.items() if name in made}
-    kept = {name: value for name, value in prompt.others.items() if name not in made}
-    write_answer(file, {**kept, **asked_in(prompt), **({"given": given} if given else {}), **made})
+    given = {name: value for name, value in prompt.others.items() if name in RESULTS}
+    write_answer(file, {**head_of(prompt), **({"given": given} if given else {}), **made})

@@ -16,7 +16,7 @@ from mpar.cli._local_model import local_folder
 from mpar.cli._model_folder import model_folder
 from mpar.cli._screen import CompileNotes, say_aside
 from mpar.cli._switches import answer_switches
-from mpar.errors import ConfigError, ProgramError
+from mpar.errors import ConfigError, MparError, ProgramError
 from mpar.train import key
 
 __all__ = ["ServeConfig", "main"]
@@ -43,7 +43,7 @@ class ServeConfig(ChoiceKeys):
     name: str | None = key("the name of the model for clients; null: that of its folder", default=None)
     api_keys: tuple[str, ...] = key("clients need one of these; also those in MPAR_API_KEY, split at commas", default=())
     host_names: tuple[str, ...] = key(
-        "without keys and at this machine alone: names besides localhost of which a page may be, such as a proxy's", default=()
+        "hosts besides localhost whose pages may ask a server without keys that listens to this machine alone", default=()
     )
     max_waiting: int = key("further requests are refused while so many answers wait", default=256, at_least=1)
     drain_s: int = key("at the end, seconds for answers that have begun", default=30, at_least=0)
@@ -59,6 +59,7 @@ def main(args: Sequence[str]) -> int:
         return 0
     config, _ = compose_config("serve", ServeConfig, arguments.overrides, arguments.user_dir)
     problems = answer_problems(config)
+    problems += [f"host_names={name}: give the name alone" for name in config.host_names if ":" in name or "/" in name]
     if problems:
         raise ConfigError(f"cannot serve with {'; '.join(problems)}.")
     folder = model_folder(Path(local_folder(config.path)), "serve")
@@ -87,6 +88,8 @@ def main(args: Sequence[str]) -> int:
             server.run(sockets=[listener])
         finally:  # it raises the signal that has ended it, and a thread that compiles would abort the process at its end
             worker.join(timeout=_END_S)
+        if isinstance(worker.failure, MparError):
+            raise ProgramError(f"the server has stopped: {worker.failure}") from worker.failure
         if worker.failure is not None:
             raise worker.failure
     return 0 if server.started else 1

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jinja2
+import jinja2.meta
 
 import mpar
 from mpar.data._template_process import MEMORY_BYTES, TIME_S
@@ -80,7 +81,7 @@ class ChatTemplate:
         except (RecursionError, ValueError, OverflowError) as error:  # the latter two from numbers of thousands of digits
             raise TemplateError(f"cannot compile {name}: {error}") from None
         self.reads_tools = "tools" in read
-        self._free = read - _GIVEN - set(variables) - set(environment.globals) - _bound(parsed)
+        self._free = jinja2.meta.find_undeclared_variables(parsed) - _GIVEN - set(variables) - set(environment.globals)
         self._described = {
             "source": source,
             "variables": dict(variables),
@@ -212,14 +213,6 @@ class ChatTemplate:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps({**self._described, "parent": os.getpid()}).encode() + b"\n")
         return self._process
-
-
-def _bound(parsed: jinja2.nodes.Template) -> set[str]:
-    """The names of loops and macros, which have values there alone."""
-    targets = [loop.target for loop in parsed.find_all(jinja2.nodes.For)]
-    targets += [argument for macro in parsed.find_all(jinja2.nodes.Macro) for argument in macro.args]
-    names = [node for target in targets for node in (target, *target.find_all(jinja2.nodes.Name))]
-    return {node.name for node in names if isinstance(node, jinja2.nodes.Name)}
 
 
 def _line(value: dict[str, object]) -> bytes | RenderError:

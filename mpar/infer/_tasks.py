@@ -96,6 +96,8 @@ def _problem(assistant: Assistant, question: Question) -> str | None:
         else:
             count = len(assistant.tokenizer.encode(question.prompt, add_special_tokens=True))
             what, most = "the prompt has", length - 1
+            if count == 0 and assistant.tokenizer.bos_id is None and assistant.tokenizer.eos_id is None:
+                return "the prompt has no token, and the tokenizer none that begins a text"
     except MparError as error:
         return str(error)
     return f"{what} {count:,} tokens, and {most:,} fit (length=)" if count > most else None

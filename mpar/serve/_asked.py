@@ -90,9 +90,9 @@ _NOT_DONE = {
     "typical_p": (1,),
 }
 """Fields that change an answer in ways that are not there yet, with the values, besides null, that change nothing."""
-_OF_CHAT = {"messages", "tools", "tool_choice", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
+_OF_CHAT = {"messages", "tools", "tool_choice", "top_logprobs", "chat_template_kwargs"}
 _OF_TEXTS = {"prompt", "echo"}
-_NOTHING: Sequence[object] = (None, False, [], {}, "none")
+_NOTHING: Sequence[object] = (None, False, [], {}, "", "none", "auto")
 """Values with which a field of the other kind of requests asks for nothing."""
 
 
@@ -106,7 +106,7 @@ def read_chat(body: object, defaults: Sampling) -> Asked:
         raise _wrong("tools", "must be a list of objects")
     if choice not in (None, "none", "auto"):
         raise _wrong("tool_choice", f"is {brief(choice)}; only none and auto are there")
-    limit = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
+    limit = _limit(fields)
     sampling = _sampling(fields, defaults, limit, fields.get(limit))
     if _field(fields, "logprobs", _SWITCH, False):
         alternatives = _field(fields, "top_logprobs", _COUNT, 0)
@@ -125,12 +125,18 @@ def read_completion(body: object, defaults: Sampling) -> Asked:
     prompts = prompt if isinstance(prompt, list) and not _is_tokens(prompt) else [prompt]
     if not prompts or not all(isinstance(item, str) or (isinstance(item, list) and _is_tokens(item)) for item in prompts):
         raise _wrong("prompt", "must be a text, a list of tokens, or a list of these")
-    echo, most = _field(fields, "echo", _SWITCH, False), fields.get("max_tokens", 16)
+    echo, limit = _field(fields, "echo", _SWITCH, False), _limit(fields)
+    most = fields.get(limit, 16)
     only_prompts = echo and most == 0 and _KINDS[_COUNT](most)
-    sampling = _sampling(fields, defaults, "max_tokens", None if only_prompts else most)
+    sampling = _sampling(fields, defaults, limit, None if only_prompts else most)
     if fields.get("logprobs") is not None:
         sampling = _checked(sampling, "logprobs", num_alternatives=_field(fields, "logprobs", _COUNT, 0))
     return replace(_asked(fields, prompts, sampling), echo=echo, only_prompts=only_prompts)
+
+
+def _limit(fields: Mapping[str, Any]) -> str:
+    """The field that says how many tokens an answer may have; clients send the newer one to both routes."""
+    return "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
 
 
 def _is_tokens(value: Sequence[object]) -> bool:
@@ -162,7 +168,9 @@ def _asked(fields: Mapping[str, Any], prompts: Sequence[str | Sequence[int] | No
     options = _field(fields, "stream_options", _OBJECT, {})
     if options and not streams:
         raise _wrong("stream_options", "needs stream=true")
-    with_usage = _field(options, "include_usage", _SWITCH, False)
+    with_usage = options.get("include_usage") or False
+    if not isinstance(with_usage, bool):
+        raise _wrong("stream_options.include_usage", f"must be {_SWITCH}, and is {brief(with_usage)}")
     return Asked(_field(fields, "model", _TEXT, None), prompts, sampling, num_choices, streams, with_usage)
 
 

@@ -85,16 +85,11 @@ class MessageParser:
 def _call(text: str) -> Part:
     """The call that is written as this JSON, or the text as content, if it is none."""
     try:
-        call = json.loads(text, parse_constant=_no_json)
-        name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
-        if not isinstance(name, str) or not isinstance(arguments, (dict, str)):
+        call = json.loads(text)
+        name, arguments = call["name"], call.get("arguments", call.get("parameters"))
+        if not isinstance(name, str) or not isinstance(arguments, (dict, str, type(None))):
             raise ValueError
+        said = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return Part("content", f"<tool_call>{text}</tool_call>")
-    as_text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return Part("tool_call", as_text, name, f"call_{secrets.token_hex(12)}")
-
-
-def _no_json(constant: str) -> None:
-    """Refuse NaN and Infinity, which Python reads."""
-    raise ValueError(constant)
+    return Part("tool_call", said, name, f"call_{secrets.token_hex(12)}")

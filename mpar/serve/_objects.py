@@ -58,7 +58,7 @@ class Reply:
         return all(choice.finish is not None for choice in self.choices)
 
     def take(self, grown: Grown) -> list[Mapping[str, object]]:
-        """Take what has come; returns the chunks that say it."""
+        """Take what has come; returns the chunks of a stream that say it."""
         choice = self.choices[grown.index]
         if grown.prompt:
             choice.prompt = grown.prompt
@@ -68,13 +68,13 @@ class Reply:
         ends = grown.finish is not None
         if not self.chat:
             choice.finish = grown.finish
-            return self._text_chunks(grown, choice)
+            return self._text_chunks(grown, choice) if self.asked.streams else []
         parts = choice.parser.push(grown.text, at_end=ends)
         choice.parts += parts
         choice.num_calls += sum(part.kind == "tool_call" for part in parts)
         if ends:
             choice.finish = "tool_calls" if choice.num_calls and grown.finish == "stop" else grown.finish
-        return self._chat_chunks(grown, choice, parts)
+        return self._chat_chunks(grown, choice, parts) if self.asked.streams else []
 
     def complete(self) -> Mapping[str, object]:
         """The answer as one object."""

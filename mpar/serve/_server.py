@@ -21,10 +21,11 @@ class Server(uvicorn.Server):
         super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=end_s, lifespan="on"))
         self._worker, self._drain_s = worker, drain_s
         worker.on_failure = lambda: setattr(self, "should_exit", True)
+        self.should_exit = worker.failure is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See `uvicorn.Server`."""
-        why = f"the server ends, and this answer did not within {self._drain_s} seconds"
+        why = f"the server stopped before this answer was complete (drain_s={self._drain_s})"
         timer = asyncio.get_running_loop().call_later(self._drain_s, self._worker.give_up, why)
         try:
             await super().shutdown(sockets)

@@ -132,7 +132,7 @@ class Worker(threading.Thread):
         if self.num_waiting + count > self.max_waiting and self.num_waiting:
             self.steps.refused += 1
             most = self.max_waiting
-            raise Refusal(429, f"answers that wait already: {self.num_waiting}; at most {most} may", retry_after_s=1)
+            raise Refusal(429, f"as many answers wait already as may: {self.num_waiting} of {most}", retry_after_s=1)
         for tokens in job.prompts:
             if len(tokens) > sizes.length or (len(tokens) == sizes.length and not job.only_prompts):
                 raise Refusal(400, f"the prompt has {len(tokens)} tokens; it and the answer may have {sizes.length}", "prompt")

@@ -177,7 +177,7 @@ REFUSED = {
     "no folder": (["prompts=a", "out=/nowhere/x.jsonl"], "there is no folder /nowhere"),
     "resume": (["prompts=a", "resume=true"], "resume=true goes on with the file `out`"),
     "logprobs": (["prompt=a", "logprobs=2"], "logprobs are written into the file `out`"),
-    "memory": (["prompts={tmp}/many.txt", "rows=10000000", "length=100000"], "Choose smaller rows= or length="),
+    "memory": (["prompts={tmp}/many.txt", "rows=10000000", "length=10000000"], "Choose smaller rows= or length="),
     "system": (["prompt=a", "chat=false", "system=b"], "a system message needs chat=true"),
     "dtype": (["prompt=a", "dtype=int8"], "choose float32, bfloat16 or float16"),
     "stop": (["prompt=a", "stop=['']"], "stop has an empty text"),
@@ -303,9 +303,10 @@ def test_a_file_of_answers_is_gone_on_with(capsys, folder, tmp_path, monkeypatch
         code, _, noted = ask(capsys, folder, *keys, "resume=true")
         assert code == 1 and f"cannot go on with {tmp_path}/out.jsonl: " in noted and why in noted
     assert (tmp_path / "out.jsonl").read_bytes() == whole
-    (tmp_path / "out.jsonl").write_text("a text of mine")
-    code, _, noted = ask(capsys, folder, *keys, "resume=true")
-    assert code == 1 and "it has what is no answer" in noted and (tmp_path / "out.jsonl").read_text() == "a text of mine"
+    for text in ("a text of mine", '{"my": "results"}', '{"prompt": "a", "given": 3}\n', "[" * 10**5 + "\n"):
+        (tmp_path / "out.jsonl").write_text(text)
+        code, _, noted = ask(capsys, folder, *keys, "resume=true")
+        assert code == 1 and "line 1 is no answer to the prompt 'a'" in noted and (tmp_path / "out.jsonl").read_text() == text
 
 
 def test_one_prompt_may_be_answered_into_a_file(capsys, folder, tmp_path):

@@ -72,6 +72,16 @@ def test_a_signal_lets_answers_come_to_their_end(folder, mesh, number):
         assert "Traceback" not in process.stderr.read()
 
 
+@pytest.mark.full("processes that load torch")
+@pytest.mark.parametrize("keys", [(), ("api_keys=[secret]",)], ids=["without keys", "with a key"])
+def test_pages_of_other_names(folder, keys):
+    """At this machine alone they are refused, but for a name that was given; not where the server asks for a key."""
+    with serving(folder, "host_names=[chat.example.org]", *keys) as (_, address):
+        for name, status in (("elsewhere.org", 200 if keys else 403), ("chat.example.org", 200)):
+            headers = {"Host": name, "Origin": f"http://{name}", "Authorization": "Bearer secret"}
+            assert httpx.post(f"{address}/tokenize", json={"prompt": "a"}, headers=headers).status_code == status
+
+
 def test_answers_on_one_connection_do_not_wait():
     """What the kernel would hold back until the client acknowledges what came before, for 40 ms, is sent at once."""
     with (

@@ -47,7 +47,6 @@ OF_COMPLETIONS = {
     "echo": ["x", 1],
     "messages": [[USER]],
     "tools": [[{"type": "function"}]],
-    "max_completion_tokens": [3],
     "top_logprobs": [3],
     "chat_template_kwargs": [{"enable_thinking": False}],
 }
@@ -129,7 +128,7 @@ def test_what_a_stream_is_asked_to_have(server):
     """Also where it is one."""
     for options in ({"include_usage": "no"}, {"include_usage": 1}):
         body = {"prompt": "a", "max_tokens": 1, "stream": True, "stream_options": options}
-        assert refused(httpx.post(f"{server[0]}/v1/completions", json=body))["param"] == "include_usage"
+        assert refused(httpx.post(f"{server[0]}/v1/completions", json=body))["param"] == "stream_options.include_usage"
 
 
 def test_tools_that_the_template_would_leave_out(server):
