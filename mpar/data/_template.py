@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jinja2
-import jinja2.meta
 
 import mpar
 from mpar.data._template_process import MEMORY_BYTES, TIME_S
@@ -75,13 +74,14 @@ class ChatTemplate:
         try:
             environment = make_environment(date)
             parsed = environment.parse(source)  # which evaluates no expression
-            read = {name.name for name in parsed.find_all(jinja2.nodes.Name) if name.ctx == "load"}
+            macros = frozenset(macro.name for macro in parsed.find_all(jinja2.nodes.Macro))
+            read = set(_names_read(parsed, macros))
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"cannot compile {name}: line {error.lineno}: {error.message}") from error
         except (RecursionError, ValueError, OverflowError) as error:  # the latter two from numbers of thousands of digits
             raise TemplateError(f"cannot compile {name}: {error}") from None
         self.reads_tools = "tools" in read
-        self._free = jinja2.meta.find_undeclared_variables(parsed) - _GIVEN - set(variables) - set(environment.globals)
+        self._free = read - _GIVEN - set(variables) - set(environment.globals)
         self._described = {
             "source": source,
             "variables": dict(variables),
@@ -213,6 +213,23 @@ class ChatTemplate:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps({**self._described, "parent": os.getpid()}).encode() + b"\n")
         return self._process
+
+
+def _names_read(node: jinja2.nodes.Node, bound: frozenset[str]) -> Iterator[str]:
+    """The names that are read below a node, but for those of loops and macros in these. (jinja2.meta evaluates constants.)"""
+    if isinstance(node, jinja2.nodes.Name):
+        if node.ctx == "load" and node.name not in bound:
+            yield node.name
+        return
+    own, outside = bound, list[jinja2.nodes.Node]()
+    if isinstance(node, jinja2.nodes.For):
+        targets = (node.target, *node.target.find_all(jinja2.nodes.Name))
+        own = bound | {"loop", *(target.name for target in targets if isinstance(target, jinja2.nodes.Name))}
+        outside = [node.iter, *node.else_]
+    elif isinstance(node, (jinja2.nodes.Macro, jinja2.nodes.CallBlock)):
+        own = bound | {name.name for name in node.args}
+    for child in node.iter_child_nodes():
+        yield from _names_read(child, bound if any(child is one for one in outside) else own)
 
 
 def _line(value: dict[str, object]) -> bytes | RenderError:

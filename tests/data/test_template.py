@@ -12,6 +12,7 @@ import pytest
 import transformers
 
 from mpar import data
+from mpar.errors import DataError
 
 PLAIN_CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -232,6 +233,22 @@ def test_template_without_end_is_stopped(byte_tokenizer, tmp_path, source, told)
     with pytest.raises(data.TemplateError, match=rf"{re.escape(str(tmp_path))}/chat_template\.jinja.*{told}"):
         tokenizer.apply_chat_template(CHATS["one"])
     assert processes_of_templates() == before
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("{% for m in messages if m.role == who %}{{ m.content }}{{ loop.index }}{% endfor %}", "who"),
+        ("{% for k, v in extra.items() %}{{ k }}{{ v }}{% else %}{{ k }}{% endfor %}{{ messages }}", "extra, k"),
+        ("{% macro f(style, n=size) %}{{ style }}{% endmacro %}{% if style %}{{ f(style) }}{% endif %}", "size, style"),
+        ("{% if not on is defined %}{% set on = true %}{% endif %}{{ on }}", "on"),
+    ],
+)
+def test_variables_of_a_template(byte_tokenizer, tmp_path, source, names):
+    """Those of loops and macros are none, in these alone; another name is refused with all that there are."""
+    tokenizer = with_template(byte_tokenizer, source, tmp_path)
+    with pytest.raises(DataError, match=rf"reads no zebra; its variables are {names}$"):
+        tokenizer.apply_chat_template(CHATS["one"], variables={"zebra": 1})
 
 
 def test_conversations_before_the_one_that_does_not_end(byte_tokenizer, tmp_path):
