@@ -38,10 +38,12 @@ def ask_files(folders, tmp_path) -> tuple[list[str], list[str]]:
 
 
 def results(tmp_path) -> tuple[list[dict], dict, dict]:
-    """What the commands wrote: answers, losses by set, scores by task."""
+    """What the commands wrote: answers, whose file is then removed, losses by set, scores by task."""
     found = json.loads((tmp_path / "found.json").read_text())
     (losses,) = found["sets"].values()
-    return [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()], losses, found["tasks"]
+    answers = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    (tmp_path / "said.jsonl").unlink()
+    return answers, losses, found["tasks"]
 
 
 def compare(found, expected) -> None:
