@@ -1,6 +1,7 @@
 """What mpar raises if it cannot do what a user asks. A message says what was attempted, which facts disagree, and what to do."""
 
 import reprlib
+from collections.abc import Sequence
 
 __all__ = [
     "CheckpointError",
@@ -22,8 +23,10 @@ __all__ = [
     "UnknownNameError",
     "brief",
     "exit_code",
+    "first_lines",
 ]
 
+_MOST_LINES = 8
 _SHORTENED = reprlib.Repr()
 _SHORTENED.maxstring = _SHORTENED.maxother = 80
 _SHORTENED.maxlist = _SHORTENED.maxdict = _SHORTENED.maxtuple = 8
@@ -33,6 +36,12 @@ _SHORTENED.maxlevel = 3
 def brief(value: object) -> str:
     """`repr(value)` for a message: long texts and collections from input files are cut, deep ones too."""
     return _SHORTENED.repr(value)
+
+
+def first_lines(problems: Sequence[str]) -> str:
+    """Problems of the lines of a file, below each other in a message; the number of those behind the first few."""
+    more = [f"and {len(problems) - _MOST_LINES} more lines"] if len(problems) > _MOST_LINES else []
+    return "\n  ".join([*problems[:_MOST_LINES], *more])
 
 
 class MparError(Exception):

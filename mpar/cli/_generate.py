@@ -15,10 +15,10 @@ from mpar.cli._compose import compose_config
 from mpar.cli._later import later
 from mpar.cli._local_model import local_folder
 from mpar.cli._model_folder import model_folder
-from mpar.cli._prompts import Prompt, listed, read_prompts
+from mpar.cli._prompts import Prompt, read_prompts
 from mpar.cli._screen import AnswerProgress, CompileNotes, say, say_aside
 from mpar.cli._switches import answer_switches
-from mpar.errors import ConfigError, DataError, UnknownNameError, brief
+from mpar.errors import ConfigError, DataError, UnknownNameError, brief, first_lines
 from mpar.files import MAX_JSON_BYTES, Unreadable, read_json
 from mpar.train import key
 
@@ -302,7 +302,7 @@ def _begin_all(
                 raise
             problems[prompt.line] = f"line {prompt.line}: {error}"
     if problems:
-        raise DataError(f"cannot answer {config.prompts}:\n  " + listed(list(problems.values())))
+        raise DataError(f"cannot answer {config.prompts}:\n  " + first_lines(list(problems.values())))
     return answers
 
 

@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mpar.errors import ConfigError, DataError, brief
+from mpar.errors import ConfigError, DataError, brief, first_lines
 from mpar.files import Unreadable, read_text
 
-__all__ = ["Prompt", "listed", "read_prompts"]
+__all__ = ["Prompt", "read_prompts"]
 
 _MAX_BYTES = 2**30
-_MOST_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -54,14 +53,8 @@ def read_prompts(path: Path, system: Sequence[Mapping[str, object]], *, chat: bo
         else:
             prompts.append(replace(prompt, line=number))
     if problems or not prompts:
-        raise DataError(f"cannot read prompts from {path}:\n  " + (listed(problems) or "it has no line that is not empty"))
+        raise DataError(f"cannot read prompts from {path}:\n  " + (first_lines(problems) or "it has no line that is not empty"))
     return prompts
-
-
-def listed(problems: Sequence[str]) -> str:
-    """Problems of lines, below each other; the number of those behind the first few."""
-    more = [f"and {len(problems) - _MOST_LISTED} more lines"] if len(problems) > _MOST_LISTED else []
-    return "\n  ".join([*problems[:_MOST_LISTED], *more])
 
 
 def _of_text(text: str, system: Sequence[Mapping[str, object]], *, chat: bool) -> Prompt:

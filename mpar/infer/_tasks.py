@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mpar.errors import ConfigError, DataError, MparError, brief
+from mpar.errors import ConfigError, DataError, MparError, brief, first_lines
 from mpar.files import Unreadable, read_text
 from mpar.infer._assistant import Assistant
 from mpar.infer._sampling import Sampling
@@ -19,7 +19,6 @@ __all__ = ["Question", "Score", "check_task", "continuation_logprob", "read_task
 
 _MAX_BYTES = 2**30
 _MAX_TOKENS = 256
-_MOST_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -66,13 +65,8 @@ def read_task(path: Path) -> list[Question]:
     found = [(number, _question(line)) for number, line in enumerate(lines, 1) if line.strip()]
     problems = [f"line {number}: {entry}" for number, entry in found if isinstance(entry, str)]
     if problems or not found:
-        raise DataError(f"cannot read the task {path}:\n  " + (_listed(problems) or "it has no line"))
+        raise DataError(f"cannot read the task {path}:\n  " + (first_lines(problems) or "it has no line"))
     return [replace(entry, line=number) for number, entry in found if isinstance(entry, Question)]
-
-
-def _listed(problems: Sequence[str]) -> str:
-    more = [f"and {len(problems) - _MOST_LISTED} more lines"] if len(problems) > _MOST_LISTED else []
-    return "\n  ".join([*problems[:_MOST_LISTED], *more])
 
 
 def check_task(assistant: Assistant, questions: Sequence[Question], name: str = "the task") -> None:
@@ -80,7 +74,7 @@ def check_task(assistant: Assistant, questions: Sequence[Question], name: str = 
     found = ((question.line, _problem(assistant, question)) for question in questions)
     problems = [f"line {line}: {problem}" for line, problem in found if problem is not None]
     if problems:
-        raise DataError(f"cannot evaluate on {name}:\n  " + _listed(problems))
+        raise DataError(f"cannot evaluate on {name}:\n  " + first_lines(problems))
 
 
 def _problem(assistant: Assistant, question: Question) -> str | None:
