@@ -11,6 +11,7 @@ from mpar.infer._row_runner import RowRunner
 from mpar.infer._sampling import MAX_ALTERNATIVES, Sampling
 from mpar.infer._scheduler import Scheduler, Sizes, Turn
 from mpar.infer._scores import Scores
+from mpar.infer._tables import Tables
 from mpar.infer._tasks import Question, Score, check_task, continuation_logprob, read_task, score_task
 from mpar.infer._text import TextStream, num_overlapping
 
@@ -34,6 +35,7 @@ __all__ = [
     "Scores",
     "SetLoss",
     "Sizes",
+    "Tables",
     "TextStream",
     "Turn",
     "check_task",

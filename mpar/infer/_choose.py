@@ -30,6 +30,13 @@ class History:
     allowed_V: Tensor | None = None
 
     @property
+    def takes_largest(self) -> bool:
+        """Whether the next token is that of the largest logit, and nothing is asked of the others."""
+        sampling = self.sampling
+        changed = sampling.bias or sampling.repetition_penalty != 1 or (sampling.counts_answer and self.answer) or self.banned
+        return sampling.is_greedy and sampling.num_alternatives is None and not changed and self.allowed_V is None
+
+    @property
     def key(self) -> tuple[int, int]:
         """The key of the noise with which the next token is drawn."""
         return ops.fold_key(self.sampling.seed, "sample", self.choice, len(self.prompt) + len(self.answer))

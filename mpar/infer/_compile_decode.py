@@ -25,12 +25,15 @@ def compile_decode(
     precision: Precision | str | None = None,
     hardware: Hardware | None = None,
     kernels: Kernels | None = None,
+    screened: bool = False,
 ) -> Program:
     """Compile a step that reads tokens of many rows, each after those that the cache holds, and gives logits of the last ones.
 
     Whether a token is of a prompt or was chosen before makes no difference: a step may read both. `mpar.models.CachedDecoder`
     says what its batch is. The cache is the state of the program, kv heads sharded over tp, pages over cp, layers over pp, groups
     over dp. The other arguments are those of `compile_forward`.
+
+    screened: whether the program has a screen of the output matrix, see `mpar.models.with_cache`.
     Raises ConfigError for a model that has no such cache, or if ranks cannot divide its pages evenly, and what `compile_forward`
     raises.
     """
@@ -41,7 +44,7 @@ def compile_decode(
             f"cannot divide a cache of {sizes.num_pages} pages among {ranks} ranks on {mesh}: each has the same number of whole "
             f"pages.\nUse {-(-sizes.num_pages // ranks) * ranks} pages."
         )
-    chain = with_cache(model, sizes)
+    chain = with_cache(model, sizes, screened=screened)
     chain = replace(chain, dtype=precision.compute_dtype("layers.0.attention.k_DKH", chain.dtype))
     return compile_forward(chain, mesh, strategy, chain.batch_shape, precision=precision, hardware=hardware, kernels=kernels)
 

@@ -14,6 +14,7 @@ from mpar.infer._request import Request
 from mpar.infer._sampling import Sampling
 from mpar.infer._scheduler import Scheduler, Sizes, Turn
 from mpar.infer._scores import Scores
+from mpar.infer._tables import Tables
 
 __all__ = ["Engine", "Runner"]
 
@@ -22,7 +23,10 @@ class Runner(Protocol):
     """Computes logits. It keeps the cache, of which the engine only knows the pages."""
 
     sizes: Sizes
-    shares_pages: bool
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether rows with an equal beginning may have pages in common."""
 
     @property
     def vocab_size(self) -> int:
@@ -32,18 +36,9 @@ class Runner(Protocol):
     def adapters(self) -> Sequence[str]:
         """The names of the adapters of which each row has one, or none."""
 
-    def step(
-        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, adapters_R: Tensor
-    ) -> Tensor:
-        """The logits (R, V) behind the tokens number `last_R` of the step; where that is -1, they mean nothing.
-
-        tokens_T: the tokens, at most `sizes.tokens`. order_T: their places in their rows, from 0 on.
-        rows_T:   the rows that they belong to.
-        pages_RP: the pages of each row, in order; those behind the last are the spare page, and rows without tokens mean nothing.
-                  The next step changes it.
-        adapters_R: the number of each row's adapter, from 1 on; 0: none.
-        All are int64. Tokens of a row stand in their order, and see those before them in the row.
-        """
+    def step(self, tables: Tables) -> Tensor:
+        """The logits (R, V) behind the tokens number `last_R` of the step; where that is -1, they mean nothing. Of a row that is
+        greedy, all but the largest ones may be -inf."""
 
     def scores(self, texts: Sequence[Tensor], num_likeliest: int, adapter: int = 0) -> list[Scores]:
         """The scores of texts of at least two tokens each, computed as wholes, without the cache, with the adapter of this number
@@ -121,15 +116,16 @@ class Engine:
         turns = self.scheduler.next_turns()
         if not turns:
             return []
-        logits_RV = self.runner.step(*self._tables(turns))
+        histories = {turn.request: self._history(turn.request) for turn in turns if turn.chooses}
+        logits_RV = self.runner.step(self._tables(turns, histories))
         self.num_steps += 1
         self.scheduler.finish_turns(turns)
-        grown = [turn.request for turn in turns if turn.chooses and turn.request.finish is None]
+        grown = [request for request in histories if request.finish is None]
         if not grown:
             return []
         rows = [request.row for request in grown]
         logits = logits_RV if rows == list(range(len(logits_RV))) else logits_RV[rows]
-        found = choose(logits, [self._history(request) for request in grown])
+        found = choose(logits, [histories[request] for request in grown])
         for request, chosen in zip(grown, found, strict=True):
             if chosen is None:
                 self.scheduler.finish(request, "error")
@@ -170,13 +166,13 @@ class Engine:
         elif count == sampling.max_tokens or self.scheduler.room(request) < 1:
             self.scheduler.finish(request, "length")
 
-    def _tables(self, turns: Sequence[Turn]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The arguments of `Runner.step`."""
+    def _tables(self, turns: Sequence[Turn], histories: Mapping[Request, History]) -> Tables:
+        """What the runner is given. histories: of the requests whose next tokens will be chosen."""
         sizes = self.runner.sizes
         tokens: list[int] = []
         order: list[int] = []
         rows: list[int] = []
-        last, adapters = [-1] * sizes.rows, [0] * sizes.rows
+        last, adapters, greedy = [-1] * sizes.rows, [0] * sizes.rows, [True] * sizes.rows
         for turn in turns:
             request = turn.request
             tokens += request.tokens[turn.start : turn.end]
@@ -186,8 +182,10 @@ class Engine:
             self._write_pages(request)
             if turn.chooses:
                 last[request.row] = len(tokens) - 1
-        columns = torch.tensor(tokens), torch.tensor(order), torch.tensor(rows)
-        return *columns, self._pages_RP, torch.tensor(last), torch.tensor(adapters)
+                greedy[request.row] = histories[request].takes_largest
+        tokens_T, order_T, rows_T = (torch.tensor(column) for column in (tokens, order, rows))
+        last_R, adapters_R, greedy_R = (torch.tensor(column) for column in (last, adapters, greedy))
+        return Tables(tokens_T, order_T, rows_T, self._pages_RP, last_R, adapters_R, greedy_R)
 
     def _write_pages(self, request: Request) -> None:
         """Bring the table of pages up to date for the row of a request; most steps change nothing there."""

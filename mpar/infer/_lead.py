@@ -14,6 +14,7 @@ from mpar.errors import ConfigError
 from mpar.infer._engine import Runner
 from mpar.infer._scheduler import Sizes
 from mpar.infer._scores import Scores
+from mpar.infer._tables import Tables
 
 __all__ = ["Leader", "follow"]
 
@@ -31,21 +32,19 @@ class _Line:
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        self._head = torch.zeros(2 + sizes.rows * (5 + sizes.row_pages), dtype=torch.int32)
+        self._head = torch.zeros(2 + sizes.rows * (6 + sizes.row_pages), dtype=torch.int32)
 
     def send(self, call: int, count: int = 0) -> None:
         """Begin a call that has no tables."""
         self._head[:2] = torch.tensor([call, count])
         dist.broadcast(self._head, 0, self._group)
 
-    def send_step(
-        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, adapters_R: Tensor
-    ) -> None:
+    def send_step(self, tables: Tables) -> None:
         """Call `Runner.step` with these."""
-        rows, count = self.sizes.rows, len(tokens_T)
-        table_3T = torch.stack([tokens_T, order_T, rows_T])
-        self._head[2 : 2 + 2 * rows] = torch.cat([last_R, adapters_R])
-        self._head[2 + 2 * rows : -3 * rows] = pages_RP.flatten()
+        rows, count = self.sizes.rows, len(tables.tokens_T)
+        table_3T = torch.stack([tables.tokens_T, tables.order_T, tables.rows_T])
+        self._head[2 : 2 + 3 * rows] = torch.cat([tables.last_R, tables.adapters_R, tables.greedy_R])
+        self._head[2 + 3 * rows : -3 * rows] = tables.pages_RP.flatten()
         if count <= rows:
             self._head[-3 * rows :].view(3, rows)[:, :count] = table_3T
         self.send(_STEP, count)
@@ -62,14 +61,14 @@ class _Line:
         call, count = self._head[:2].tolist()
         return call, count
 
-    def receive_step(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The arguments of a step with so many tokens."""
+    def receive_step(self, count: int) -> Tables:
+        """The tables of a step with so many tokens."""
         rows = self.sizes.rows
-        last_R, adapters_R = self._head[2 : 2 + 2 * rows].long().view(2, rows)
-        pages_RP = self._head[2 + 2 * rows : -3 * rows].view(rows, -1).long()
+        last_R, adapters_R, greedy_R = self._head[2 : 2 + 3 * rows].long().view(3, rows)
+        pages_RP = self._head[2 + 3 * rows : -3 * rows].view(rows, -1).long()
         first_3R = self._head[-3 * rows :].view(3, rows)
         table = self.receive_rest(3 * count).view(3, count) if count > rows else first_3R[:, :count].long()
-        return table[0], table[1], table[2], pages_RP, last_R, adapters_R
+        return Tables(table[0], table[1], table[2], pages_RP, last_R, adapters_R, greedy_R.bool())
 
     def receive_rest(self, count: int) -> Tensor:
         """So many whole numbers."""
@@ -87,13 +86,11 @@ class Leader:
         self.sizes, self.shares_pages, self.vocab_size = runner.sizes, runner.shares_pages, runner.vocab_size
         self.adapters: Sequence[str] = runner.adapters
 
-    def step(
-        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, adapters_R: Tensor
-    ) -> Tensor:
+    def step(self, tables: Tables) -> Tensor:
         """See `Runner`."""
         with self._explained():
-            self._line.send_step(tokens_T, order_T, rows_T, pages_RP, last_R, adapters_R)
-            return self.runner.step(tokens_T, order_T, rows_T, pages_RP, last_R, adapters_R)
+            self._line.send_step(tables)
+            return self.runner.step(tables)
 
     def scores(self, texts: Sequence[Tensor], num_likeliest: int, adapter: int = 0) -> list[Scores]:
         """See `Runner`."""
@@ -135,7 +132,7 @@ def follow(runner: Runner) -> None:
         if call == _END:
             return
         if call == _STEP:
-            runner.step(*line.receive_step(count))
+            runner.step(line.receive_step(count))
         elif call == _SCORES:
             num_likeliest, adapter, *lengths = line.receive_rest(2 + count).tolist()
             runner.scores(line.receive_rest(sum(lengths)).split(lengths), num_likeliest, adapter)

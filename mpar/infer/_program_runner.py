@@ -20,10 +20,13 @@ from mpar.infer._pages import SPARE_PAGE
 from mpar.infer._scheduler import Sizes
 from mpar.infer._scorer import Scorer
 from mpar.infer._scores import Scores
+from mpar.infer._screened_head import screened_head
+from mpar.infer._tables import Tables
 from mpar.kernels import kernels_for
 from mpar.mesh import Mesh
-from mpar.models import CacheSizes, ScoredDecoder, Trainable
+from mpar.models import SCREEN, CacheSizes, ScoredDecoder, Trainable
 from mpar.precision import Precision
+from mpar.precision import precision as make_precision
 from mpar.program import Program, RankRun, Replay, State, batch_rows, cpp_calls
 from mpar.strategy import Strategy, preset
 from mpar.tree import Tree
@@ -85,16 +88,18 @@ class ProgramRunner:
             )
         self.model, self.sizes, self.device = model, sizes, torch.device(device)
         self._execution, self._compiling = execution, compiling
-        self.shares_pages = not model.sequential  # the state of a scan is in no page
         mesh, table = mesh or Mesh(tp=1), preset(strategy) if isinstance(strategy, str) else strategy
         kernels = kernels_for("auto", self.device)
-        how = f"{mesh} {table} {precision} {kernels}"
+        self._screen = screened_head(model, mesh, table, make_precision(precision), self.device)
+        screened, how = self._screen is not None, f"{mesh} {table} {precision} {kernels}"
 
         def compile_decode(cache: CacheSizes) -> Program:
             def make() -> Program:
-                return _compiler().compile_decode(model, mesh, table, cache, precision=precision, kernels=kernels)
+                return _compiler().compile_decode(
+                    model, mesh, table, cache, precision=precision, kernels=kernels, screened=screened
+                )
 
-            return kept(f"decode {cache} {how}", make)
+            return kept(f"decode {cache} {screened} {how}", make)
 
         def compile_scores(chain: ScoredDecoder) -> Program:
             def make() -> Program:
@@ -112,6 +117,11 @@ class ProgramRunner:
         with compiling(_steps(self.counts[0])):
             self.state = self._first_state(self._program(self.counts[0]), params)
             self._bind(self.counts[0])
+
+    @property
+    def shares_pages(self) -> bool:
+        """See `Runner`; the state of a scan is in no page."""
+        return not self.model.sequential
 
     @property
     def vocab_size(self) -> int:
@@ -145,11 +155,12 @@ class ProgramRunner:
     def _program(self, count: int) -> Program:
         """The program for so many tokens, which is compiled if that was not done yet."""
         if count not in self.programs:
-            sizes = self.sizes
-            self.programs[count] = self._compile(
-                CacheSizes(count, sizes.group_rows, sizes.row_pages, sizes.page_size, sizes.pages, sizes.groups)
-            )
+            self.programs[count] = self._compile(self._cache(count))
         return self.programs[count]
+
+    def _cache(self, count: int) -> CacheSizes:
+        sizes = self.sizes
+        return CacheSizes(count, sizes.group_rows, sizes.row_pages, sizes.page_size, sizes.pages, sizes.groups)
 
     def _bind(self, count: int) -> None:
         """Make the program for so many tokens ready to run. Inductor compiles its code when it is first called, so it makes a
@@ -171,6 +182,8 @@ class ProgramRunner:
         columns["pages"] = torch.full((sizes.groups, sizes.group_rows * sizes.row_pages), SPARE_PAGE)
         if self.adapters:
             columns["adapters"] = torch.zeros(sizes.groups, sizes.group_rows, dtype=torch.int64)
+        if self._screen is not None:
+            columns["greedy"] = torch.zeros(sizes.groups, sizes.group_rows, dtype=torch.bool)
         return columns | {"last": torch.full((sizes.groups, sizes.group_rows), -1)}
 
     def _bound(self, program: Program) -> Run:
@@ -181,11 +194,15 @@ class ProgramRunner:
         return lambda state, batch: run(state, batch_rows(program, batch, _rank(program.mesh)))
 
     def _first_state(self, program: Program, params: Tree) -> State:
+        self._check_memory(program)
+        leaves = program.init_state(self._given(params), _rank(program.mesh)).leaves
+        return State(self._packed({path: leaf.to(self.device) for path, leaf in leaves.items()}, stay=True))
+
+    def _given(self, params: Tree) -> dict[str, Tensor]:
+        """What programs read of `params`, by path, and the screen."""
         read = tree.paths(self.model.without_multi_token().abstract_params)
         given = {path: tree.get(params, path) for path in read}
-        self._check_memory(program)
-        leaves = program.init_state(given, _rank(program.mesh)).leaves
-        return State(self._packed({path: leaf.to(self.device) for path, leaf in leaves.items()}, stay=True))
+        return given if self._screen is None else given | self._screen.not_made(self._cache(self.counts[0]))
 
     def _check_memory(self, program: Program) -> None:
         """Raise ConfigError if this machine, in which all ranks may be, has less memory than the caches take."""
@@ -213,19 +230,21 @@ class ProgramRunner:
 
     def load(self, params: Mapping[str, Tensor]) -> None:
         """See `Runner`. On several ranks these are the shards of this rank, placed as the programs store them."""
-        held = {path: leaf for path, leaf in self.state.leaves.items() if path.startswith(_PARAMS)}
+        leaves = self.state.leaves.items()
+        held = {path: leaf for path, leaf in leaves if path.startswith(_PARAMS) and not path.startswith(f"{_PARAMS}{SCREEN}.")}
         given = {f"{_PARAMS}{path}": leaf.detach() for path, leaf in params.items()}
         check_params(held, {path: leaf for path, leaf in given.items() if not path.startswith(f"{_PARAMS}mtp.")})
         new = self._packed({path: leaf for path, leaf in given.items() if path in held}, stay=False)
         self.state = State(self.state.leaves | new, self.state.step)
+        if self._screen is not None:
+            self._screen.is_made = False
         for run in self._runs.values():
             if isinstance(run, Replay):  # what was recorded reads the parameters where they were
                 run.forget()
 
-    def step(
-        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, adapters_R: Tensor
-    ) -> Tensor:
+    def step(self, tables: Tables) -> Tensor:
         """See `Runner`."""
+        tokens_T, order_T, rows_T, pages_RP, last_R, adapters_R, greedy_R = tables
         sizes = self.sizes
         columns = {"tokens": tokens_T, "positions": order_T, "rows": rows_T}
         places = [] if sizes.groups == 1 else _by_group(rows_T, sizes)
@@ -244,6 +263,10 @@ class ProgramRunner:
         batch |= {"pages": pages_RP.reshape(sizes.groups, -1), "last": last_R.view(sizes.groups, -1)}
         if self.adapters:
             batch["adapters"] = adapters_R.view(sizes.groups, -1)
+        if self._screen is not None:
+            if greedy_R.all():
+                self._screen.make(self.state.leaves)
+            batch["greedy"] = greedy_R.view(sizes.groups, -1) & self._screen.is_made
         return self._run(count, batch)["logits"].flatten(0, 1)
 
     def _run(self, count: int, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

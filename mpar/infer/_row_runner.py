@@ -11,6 +11,7 @@ from mpar.errors import ConfigError
 from mpar.infer._check_params import check_params
 from mpar.infer._scheduler import Sizes
 from mpar.infer._scores import Scores, scores_of_logits
+from mpar.infer._tables import Tables
 from mpar.models import Model, Trainable
 from mpar.tree import Tree
 
@@ -36,15 +37,13 @@ class RowRunner:
         """The parameters of the plain model without an adapter, and with each of those that rows choose from."""
         return [self.model.plain_params(self.params, adapter) for adapter in range(1 + len(self.adapters))]
 
-    def step(
-        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, adapters_R: Tensor
-    ) -> Tensor:
+    def step(self, tables: Tables) -> Tensor:
         """See `Runner`."""
         logits_RV = torch.zeros(self.sizes.rows, self.model.vocab_size)
-        for row in rows_T.unique().tolist():
-            here = rows_T == row
-            params = self._params[int(adapters_R[row])]
-            logits_RV[row] = self._read(params, row, tokens_T[here], first=int(order_T[here][0]) == 0)
+        for row in tables.rows_T.unique().tolist():
+            here = tables.rows_T == row
+            params = self._params[int(tables.adapters_R[row])]
+            logits_RV[row] = self._read(params, row, tables.tokens_T[here], first=int(tables.order_T[here][0]) == 0)
         return logits_RV
 
     def prepare_next(self) -> bool:

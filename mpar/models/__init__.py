@@ -5,7 +5,7 @@ layers:        what decoders are made of.          hf: folders of weights.
 """
 
 from mpar.models._build import build, from_config, from_hf, from_module
-from mpar.models._cached import CachedDecoder, with_cache
+from mpar.models._cached import SCREEN, CachedDecoder, can_screen, with_cache
 from mpar.models._declared import DeclaredModel
 from mpar.models._flops import flops_per_token
 from mpar.models._freeze import FrozenModel, freeze, with_frozen
@@ -82,6 +82,7 @@ __all__ = [
     "QWEN2_MOE",
     "QWEN3",
     "QWEN3_MOE",
+    "SCREEN",
     "STARCODER2",
     "Architecture",
     "CacheSizes",
@@ -107,6 +108,7 @@ __all__ = [
     "Trainable",
     "WrappedModel",
     "build",
+    "can_screen",
     "compare_hf",
     "drop",
     "flops_per_token",

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from mpar import tree
+from mpar import ops, tree
 from mpar.chain import Axes, Chain, Segment
 from mpar.errors import ConfigError
 from mpar.models import decoder
@@ -18,15 +18,21 @@ from mpar.models.decoder import BlockSegment
 from mpar.models.layers import Cache, CacheSizes, depends_on_length, is_sizes, part_of, rope_tables, table_keys
 from mpar.tree import Tree
 
-__all__ = ["CachedDecoder", "with_cache"]
+__all__ = ["SCREEN", "CachedDecoder", "can_screen", "with_cache"]
+
+SCREEN = "screen"
+"""Where the screen of the output matrix is among the parameters of a `CachedDecoder` that has one."""
 
 
-def with_cache(model: Trainable, sizes: CacheSizes, dtype: torch.dtype | None = None) -> "CachedDecoder":
+def with_cache(
+    model: Trainable, sizes: CacheSizes, dtype: torch.dtype | None = None, *, screened: bool = False
+) -> "CachedDecoder":
     """The chain that goes on with rows from a cache of these sizes. `dtype` is that of keys and values; None: that of the model.
     The model may have adapters, or quantised weights.
 
-    Its parameters are those of the model, without the layer that learns further tokens. Raises ConfigError if a layer has no such
-    cache, if a rotation depends on the length of the row, or if the model has learned too few positions for the pages of a row.
+    Its parameters are those of the model, without the layer that learns further tokens. screened: and a `mpar.ops.Screen` of the
+    output matrix, which only a model may have that `can_screen`. Raises ConfigError if a layer has no such cache, if a rotation
+    depends on the length of the row, or if the model has learned too few positions for the pages of a row.
     """
     problems, plain = [], model.plain
     if not isinstance(plain, DeclaredModel):
@@ -45,7 +51,12 @@ def with_cache(model: Trainable, sizes: CacheSizes, dtype: torch.dtype | None = 
         raise ConfigError(
             f"cannot keep a cache of pages for this {model.name} model:\n  " + "\n  ".join(problems) + "\nUse mpar.generate."
         )
-    return CachedDecoder(model.without_multi_token(), sizes, dtype or plain.dtype)
+    return CachedDecoder(model.without_multi_token(), sizes, dtype or plain.dtype, screened)
+
+
+def can_screen(model: Trainable) -> bool:
+    """Whether the logits of a model are the products of features with an output matrix that is as it is stored."""
+    return isinstance(model, DeclaredModel) and model.config.logits_soft_cap is None
 
 
 def _has_cache(mixer: object) -> bool:
@@ -85,6 +96,7 @@ class CachedDecoder(Chain):
     pages (B, R * L):               for each slot, the numbers of its row's pages, in the order of positions.
     last (B, R):                    for each slot, the place among the tokens of the one whose logits are wanted; -1 for none.
     adapters (B, R):                for each slot, the number of its row's adapter, 0: none; only if there are `adapter_names`.
+    greedy (B, R):                  for each slot, whether only its largest logit is wanted (bool); only if it is `screened`.
 
     Tokens of one row stand one after the other. The result is logits (B, R, vocab_size), whose rows are arbitrary where `last`
     is -1.
@@ -93,6 +105,7 @@ class CachedDecoder(Chain):
     model: Trainable
     sizes: CacheSizes
     dtype: torch.dtype
+    screened: bool = False
 
     @property
     def _plain(self) -> DeclaredModel:
@@ -104,6 +117,8 @@ class CachedDecoder(Chain):
         config = self._plain.config
         first, *blocks, last = self._plain.segments
         head = decoder.head_segment(config)
+        logits = decoder.ScreenedHeadSegment(head) if self.screened else head.last_logits
+        paths = (*last.paths, SCREEN) if self.screened else last.paths
         cached = {layer: _CachedBlock(BlockSegment(layer), self.sizes) for layer in config.layers}
         segments = (
             first,
@@ -111,24 +126,40 @@ class CachedDecoder(Chain):
                 Segment(block.name, cached[layer], block.paths, block.out_axes, state=(block.name,))
                 for block, layer in zip(blocks, config.layers, strict=True)
             ),
-            Segment(last.name, head.last_logits, last.paths, {"logits": ("batch", None, None)}),
+            Segment(last.name, logits, paths, {"logits": ("batch", None, None)}),
         )
         return self.model.over(segments)
 
-    @property
-    def abstract_params(self) -> Tree:
-        """The parameter tree of the model."""
-        return self.model.abstract_params
+    @functools.cached_property
+    def abstract_params(self) -> Tree:  # type: ignore[override]
+        """The parameter tree of the model, and the screen."""
+        made = self.model.abstract_params
+        if not self.screened:
+            return made
+        size = tree.get(made, self._plain.head_path).shape
+        V, D = size if self._plain.config.tied else size[::-1]
+        parts = [torch.empty(V, D, dtype=torch.uint8, device="meta"), *(torch.empty(V, dtype=torch.int32, device="meta"),) * 2]
+        return {**tree.children(made), SCREEN: ops.Screen(*parts)}
 
-    @property
-    def param_axes(self) -> Tree:
+    @functools.cached_property
+    def param_axes(self) -> Tree:  # type: ignore[override]
         """The logical axes of the parameters."""
-        return self.model.param_axes
+        axes = self.model.param_axes
+        return {**tree.children(axes), SCREEN: ops.Screen(("vocab", "embed"), ("vocab",), ("vocab",))} if self.screened else axes
 
     @property
     def frozen(self) -> frozenset[str]:
-        """What the model freezes, which is stored as training stores it."""
-        return self.model.frozen
+        """What the model freezes, which is stored as training stores it, and the screen."""
+        return self.model.frozen | set(self._parts_of_screen)
+
+    @property
+    def stands_for(self) -> Mapping[str, int]:
+        """As the model; the screen has no parameters of its own."""
+        return {**self.model.stands_for, **dict.fromkeys(self._parts_of_screen, 0)}
+
+    @property
+    def _parts_of_screen(self) -> list[str]:
+        return [f"{SCREEN}.{part}" for part in tree.paths(tree.get(self.abstract_params, SCREEN))] if self.screened else []
 
     @functools.cached_property
     def abstract_state(self) -> Tree:
@@ -148,7 +179,8 @@ class CachedDecoder(Chain):
     def batch_axes(self) -> dict[str, Axes]:
         """The entries of a batch, see the class."""
         tokens: dict[str, Axes] = dict.fromkeys(("tokens", "positions", "rows"), ("batch", "seq"))
-        rows: dict[str, Axes] = dict.fromkeys(("pages", "last", *_chosen(self.model)), ("batch", None))
+        greedy = ("greedy",) if self.screened else ()
+        rows: dict[str, Axes] = dict.fromkeys(("pages", "last", *_chosen(self.model), *greedy), ("batch", None))
         return {**tokens, **rows}
 
     @property
@@ -158,7 +190,9 @@ class CachedDecoder(Chain):
         lengths = dict.fromkeys(("tokens", "positions", "rows"), sizes.tokens)
         lengths |= {"pages": sizes.rows * sizes.pages_per_row, "last": sizes.rows}
         lengths |= dict.fromkeys(_chosen(self.model), sizes.rows)
-        return {key: ((sizes.groups, length), torch.int64) for key, length in lengths.items()}
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+        shapes = {key: ((sizes.groups, length), torch.int64) for key, length in lengths.items()}
+        return shapes | ({"greedy": ((sizes.groups, sizes.rows), torch.bool)} if self.screened else {})
 
     def context(self, batch: dict[str, Tensor], row_length: int | None = None) -> dict[str, Tensor]:
         """What segments read: the entries of the batch, where the rows are called documents; RoPE tables at the positions; and
@@ -178,9 +212,13 @@ class CachedDecoder(Chain):
         for name, rope in self._plain.config.ropes:
             tables = rope_tables(rope, tokens, positions, torch.promote_types(self._plain.dtype, torch.float32))
             context |= zip(table_keys(name), tables, strict=True)
+        of_tokens = decoder.all_have_logits(tokens, batch["last"])  # and not of rows
         for key in _chosen(self.model):
-            of_tokens = batch[key].gather(1, rows.clamp(min=0))
-            context |= self.model.gates(of_tokens, of_tokens if decoder.all_have_logits(tokens, batch["last"]) else batch[key])
+            each_BT = batch[key].gather(1, rows.clamp(min=0))
+            context |= self.model.gates(each_BT, each_BT if of_tokens else batch[key])
+        if self.screened:
+            greedy = batch["greedy"]
+            context["greedy"] = greedy.gather(1, rows.clamp(min=0)) | (rows < 0) if of_tokens else greedy
         return context
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:

@@ -250,10 +250,15 @@ class DeclaredModel(Model):
         return self.config.can_decode
 
     @property
+    def head_path(self) -> str:
+        """Where the output matrix is among the parameters."""
+        return "embed.table_VD" if self.config.tied else "head.head_DV"
+
+    @property
     def multiplications(self) -> Multiplications:
         """What a token is multiplied with."""
         layers = {f"layers.{i}": layer for i, layer in enumerate(self.config.layers)}
-        head = "embed.table_VD" if self.config.tied else "head.head_DV"
+        head = self.head_path
         weights = {head: float(self.config.vocab_size * self.config.hidden_size)}
         if self.config.multi_token is not None:
             layers["mtp"] = self.config.multi_token.layer

@@ -19,6 +19,7 @@ from mpar.ops._joined_linear import (
     lie_side_by_side,
     summed_dims,
 )
+from mpar.ops._largest_logits import Screen, fill_screen, largest_logits, screens_logits
 from mpar.ops._layer_norm import layer_norm
 from mpar.ops._linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from mpar.ops._linear_divergence import linear_divergence
@@ -119,6 +120,7 @@ __all__ = [
     "Primitive",
     "RouterOrder",
     "RouterScore",
+    "Screen",
     "ShardingRule",
     "StandIn",
     "Static",
@@ -148,6 +150,7 @@ __all__ = [
     "expert_order",
     "expert_slots",
     "few_rows_read_columns",
+    "fill_screen",
     "fill_slots",
     "fold_in",
     "fold_key",
@@ -159,6 +162,7 @@ __all__ = [
     "grouped_matmul",
     "joined_linear",
     "joined_product",
+    "largest_logits",
     "lay_by_columns",
     "lay_side_by_side",
     "layer_norm",
@@ -195,6 +199,7 @@ __all__ = [
     "rope_many",
     "row_max",
     "scan_by_rows",
+    "screens_logits",
     "sgd",
     "sgd_many",
     "sinkhorn",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mpar.infer import SPARE_PAGE, Scores, Sizes
+from mpar.infer import SPARE_PAGE, Scores, Sizes, Tables
 from mpar.infer._scores import scores_of_logits
 
 __all__ = ["VOCABULARY", "CachedTokens", "next_token"]
@@ -35,10 +35,9 @@ class CachedTokens:
         self.sizes, self.shares_pages, self.adapters = sizes, shares_pages, adapters
         self.cache = torch.full((sizes.groups, sizes.pages, sizes.page_size), -1)
 
-    def step(
-        self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor, adapters_R: Tensor
-    ) -> Tensor:
+    def step(self, tables: Tables) -> Tensor:
         """See `Runner`."""
+        tokens_T, order_T, rows_T, pages_RP, last_R, adapters_R, _ = tables
         size, groups_T = self.sizes.page_size, rows_T // self.sizes.group_rows
         assert groups_T.bincount().max() <= self.sizes.tokens
         pages_T = pages_RP[rows_T, order_T // size]

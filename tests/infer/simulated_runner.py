@@ -1,6 +1,5 @@
 """A runner whose programs are simulated: all ranks of a mesh in this process."""
 
-from mpar import tree
 from mpar.infer.compile import ProgramRunner
 
 __all__ = ["SimulatedRunner"]
@@ -13,5 +12,4 @@ class SimulatedRunner(ProgramRunner):
         return program.simulate
 
     def _first_state(self, program, params):
-        read = tree.paths(self.model.without_multi_token().abstract_params)
-        return program.init_state({path: tree.get(params, path) for path in read})
+        return program.init_state(self._given(params))

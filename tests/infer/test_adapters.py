@@ -9,7 +9,7 @@ import torch
 from mpar import Mesh, adapters, models, tree
 from mpar.adapters import LoRA, bank_of
 from mpar.errors import CheckpointError, ConfigError
-from mpar.infer import Engine, RowRunner, Sampling, Sizes
+from mpar.infer import Engine, RowRunner, Sampling, Sizes, Tables
 from mpar.infer.compile import ProgramRunner, compile_decode
 from mpar.models import CacheSizes
 from mpar.quantised import quantise
@@ -53,14 +53,17 @@ def _fits(model, lora):
 
 def answers(runner, asked, count=5):
     """For each (prompt, adapter) the greedy answer, all at once, with the logits that chose it; and the engine."""
-    step, last = runner.step, []
-    runner.step = lambda *tables: last.append(step(*tables)) or last[-1]
-    logits = {}
+    step, logits = runner.step, {}
 
-    def keep(request):
-        logits.setdefault(request, []).append(last[-1][request.row])
+    def keep(tables):
+        logits_RV = step(tables._replace(greedy_R=torch.zeros_like(tables.greedy_R)))  # all of them
+        for request in engine.scheduler.running:
+            if tables.last_R[request.row] >= 0:
+                logits.setdefault(request, []).append(logits_RV[request.row])
+        return logits_RV
 
-    engine = Engine(runner, allowed=keep)
+    runner.step = keep
+    engine = Engine(runner)
     requests = [engine.add(prompt, Sampling(max_tokens=count), adapter=adapter) for prompt, adapter in asked]
     list(engine.run())
     runner.step = step
@@ -116,8 +119,8 @@ def test_adapters_of_other_rows_add_nothing():
         last = none.clone()
         last[0] = 0
         rows = torch.arange(len(tokens))
-        args = torch.tensor(tokens), torch.zeros_like(rows), rows, pages, last, torch.tensor(adapters_R)
-        return runner.step(*args)[0]
+        tables = Tables.of(torch.tensor(tokens), torch.zeros_like(rows), rows, pages, last)
+        return runner.step(tables._replace(adapters_R=torch.tensor(adapters_R)))[0]
 
     for own in (0, 1, 3):
         mixed_V, other_V = step([own, 1, 2, 3], [5, 9, 9, 9]), step([own, 3, 1, 0], [5, 2, 3, 4])

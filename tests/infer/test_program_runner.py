@@ -11,7 +11,7 @@ import transformers
 from mpar import Mesh, models, tree
 from mpar.chain import is_axes
 from mpar.errors import ConfigError
-from mpar.infer import Chosen, Engine, Sampling, Sizes, _packed_params
+from mpar.infer import Chosen, Engine, Sampling, Sizes, Tables, _packed_params
 from mpar.infer.compile import ProgramRunner, divisible_pages
 from mpar.ops import PackedMatrix
 from mpar.strategy import preset
@@ -116,7 +116,7 @@ def test_logits_alone_and_beside_others():
         tokens, order = torch.cat([others, row]), torch.cat([torch.arange(len(others)), torch.arange(len(row))])
         rows, places = torch.tensor([1] * len(others) + [2] * len(row)), last.clone()
         places[2] = len(tokens) - 1
-        return runner.step(tokens, order, rows, pages, places, torch.zeros(4, dtype=torch.int64))[2].log_softmax(-1)
+        return runner.step(Tables.of(tokens, order, rows, pages, places))[2].log_softmax(-1)
 
     runner = ProgramRunner(model, params, SIZES)
     alone, beside = step(runner, beside=False), step(runner, beside=True)
@@ -132,7 +132,7 @@ def test_weights_in_bfloat16(variant):
     params = model.init(0)
     runner, row = ProgramRunner(model, params, SIZES), torch.tensor(PROMPTS[4])
     pages, last = torch.arange(1, 13).expand(4, 12), torch.tensor([len(row) - 1, -1, -1, -1])
-    given = runner.step(row, torch.arange(len(row)), torch.zeros_like(row), pages, last, torch.zeros_like(last))[0]
+    given = runner.step(Tables.of(row, torch.arange(len(row)), torch.zeros_like(row), pages, last))[0]
     expected = model.apply(params, row[None])[0, -1]
     assert float((given.double() - expected.double()).norm() / expected.double().norm()) < 0.02
 

@@ -195,12 +195,12 @@ class Slow(CachedTokens):
         finally:
             self.permits.release(10_000)
 
-    def step(self, *tables):
+    def step(self, tables):
         """See `Runner`."""
         self.permits.acquire()
         if self.fails:
             raise RuntimeError("the device is gone")
-        return super().step(*tables)
+        return super().step(tables)
 
 
 def test_too_many_requests_are_refused_and_a_failure_ends_all():
@@ -233,10 +233,10 @@ class Broken(RowRunner):
         model = models.build("qwen3", CONFIG)
         super().__init__(model, model.init(0), SIZES)
 
-    def step(self, tokens_T, order_T, rows_T, *tables):
+    def step(self, tables):
         """See `Runner.step`."""
-        logits_RV = super().step(tokens_T, order_T, rows_T, *tables)
-        logits_RV[rows_T[tokens_T == ord("!")].unique(), 7] = torch.nan
+        logits_RV = super().step(tables)
+        logits_RV[tables.rows_T[tables.tokens_T == ord("!")].unique(), 7] = torch.nan
         return logits_RV
 
     def scores(self, texts, *args):
@@ -433,10 +433,10 @@ class Unprepared(CachedTokens):
         super().__init__(Sizes(rows=1, tokens=64, pages=17, page_size=16, length=256))
         self.permits, self.num_steps, self.prepared = threading.Semaphore(0), 0, []
 
-    def step(self, *tables):
+    def step(self, tables):
         """See `Runner`."""
         self.num_steps += 1
-        return super().step(*tables)
+        return super().step(tables)
 
     def prepare_next(self) -> bool:
         """See `Runner`."""

@@ -1,6 +1,6 @@
 """The last segment: final norm, output matrix, cross-entropy."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ from mpar.models.decoder._config import DecoderConfig
 from mpar.models.decoder._places import BLOCK
 from mpar.models.layers import NormConfig, normalise
 
-__all__ = ["HeadSegment", "all_have_logits", "head_segment"]
+__all__ = ["HeadSegment", "ScreenedHeadSegment", "all_have_logits", "head_segment"]
 
 _TOKENS_AT_ONCE = 1024
 
@@ -71,22 +71,34 @@ class HeadSegment:
         return self.logits_chunk or _TOKENS_AT_ONCE
 
     def last_logits(
-        self, params: tuple, x: Tensor, context: Mapping[str, Tensor], *, training: bool
+        self,
+        params: tuple,
+        x: Tensor,
+        context: Mapping[str, Tensor],
+        *,
+        training: bool,
+        product: Callable[[tuple, Tensor], Tensor] | None = None,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(B, T, D) to the logits (B, R, vocab_size) of the tokens at the places `last` (B, R); where it is -1, of the first."""
+        """(B, T, D) to the logits (B, R, vocab_size) of the tokens at the places `last` (B, R); where it is -1, of the first.
+        product: see `logits`."""
         index_BR, axes = context["last"].clamp(min=0), ("batch", None, "embed")
         if all_have_logits(x, index_BR):
-            logits_BTV = ops.constrain(self.logits(params, x, axes), ("batch", None, None))
+            logits_BTV = ops.constrain(self.logits(params, x, axes, product), ("batch", None, None))
             logits_BRV = logits_BTV[0].index_select(0, index_BR[0])[None]
         else:
             chosen_BRD = x.gather(1, index_BR[..., None].expand(-1, -1, x.shape[2]))
-            logits_BRV = ops.constrain(self.logits(params, chosen_BRD, axes), ("batch", None, None))
+            logits_BRV = ops.constrain(self.logits(params, chosen_BRD, axes, product), ("batch", None, None))
         return {"logits": logits_BRV[..., : self.vocab_size]}, {}
 
-    def logits(self, params: tuple, x: Tensor, axes: Axes = BLOCK) -> Tensor:
-        """(B, S, D) to logits over the padded vocabulary; `axes` are those of the normed x."""
+    def logits(
+        self, params: tuple, x: Tensor, axes: Axes = BLOCK, product: Callable[[tuple, Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """(B, S, D) to logits over the padded vocabulary; `axes` are those of the normed x. product: `fn(params, normed)` is
+        the product of this with the output matrix; None: all of it."""
         normed = self._normed(params, x, axes)
-        if params[0].head_DV is None:
+        if product is not None:
+            logits_BSV = product(params, normed)
+        elif params[0].head_DV is None:
             logits_BSV = ops.einsum("bsd,vd->bsv", normed, params[1].table_VD)
         else:
             logits_BSV = ops.einsum("bsd,dv->bsv", normed, params[0].head_DV)
@@ -96,6 +108,25 @@ class HeadSegment:
 
     def _normed(self, params: tuple, x: Tensor, axes: Axes = BLOCK) -> Tensor:
         return ops.constrain(normalise(self.norm, x, params[0].norm_D, params[0].norm_bias_D, "final_norm"), axes)
+
+
+@dataclass(frozen=True)
+class ScreenedHeadSegment:
+    """The logits of `HeadSegment.last_logits`, where the context says which rows are `greedy`; the last of the parameters is the
+    screen of the output matrix, see `mpar.ops.largest_logits`. Without a soft cap, by which different logits may become equal."""
+
+    head: HeadSegment
+
+    def __call__(
+        self, params: tuple, x: Tensor, context: Mapping[str, Tensor], *, training: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """See `HeadSegment.last_logits`."""
+        *own, screen = params
+
+        def product(params: tuple, normed: Tensor) -> Tensor:
+            return ops.largest_logits(normed, _matrix_DV(params).transpose(0, 1), screen, context["greedy"])
+
+        return self.head.last_logits(tuple(own), x, context, training=training, product=product)
 
 
 def _matrix_DV(params: tuple) -> Tensor:
