@@ -197,11 +197,9 @@ void screen_column(const T* w, int64_t inner, uint8_t* codes, float* absmax, flo
   constexpr float to_nearest = 0x1.8p23f;  // what is added to it has no fraction
   Lanes largest = {}, squares = {}, norms = {};
   for_vectors(w, inner, [&](Lanes x, int64_t) { largest = larger(x < 0 ? -x : x, largest); });
-  const float most = largest_of(largest), ratio = most > 0 ? LARGEST / most : 0, step = most / LARGEST;
-  const bool fits = std::isfinite(ratio) && std::isfinite(most);
-  const float factor = fits ? ratio : 0;
+  const float most = largest_of(largest), factor = most > 0 ? LARGEST / most : 0;
   for_vectors(w, inner, [&](Lanes x, int64_t i) {
-    const Lanes number = x * factor + to_nearest - to_nearest, rest = x - number * step;
+    const Lanes scaled = x * factor, number = scaled + to_nearest - to_nearest, rest = scaled - number;
     const Codes found = __builtin_convertvector(__builtin_convertvector(number + CENTER, Whole), Codes);
     if (i + WIDTH <= inner) {
       std::memcpy(codes + i, &found, WIDTH);
@@ -209,10 +207,11 @@ void screen_column(const T* w, int64_t inner, uint8_t* codes, float* absmax, flo
       std::memcpy(codes + i, &found, inner - i);
     }
     squares += rest * rest;
-    norms += x * x;
+    norms += scaled * scaled;
   });
-  const float error = 1.001f * (std::sqrt(sum_of(squares)) + inner * 0x1p-23f * std::sqrt(sum_of(norms)));
-  *absmax = fits ? most : 0;
+  const float rounding = (inner + 4) * 0x1p-23f * std::sqrt(sum_of(norms));  // here, and of exact products
+  const float error = most / LARGEST * 1.001f * (std::sqrt(sum_of(squares)) + rounding);
+  *absmax = std::isfinite(error) ? most : 0;
   *errors = std::isfinite(error) && std::isfinite(*errors) ? error : -NOTHING;
 }
 
