@@ -19,7 +19,18 @@ from torch import Tensor
 from bench._machine import this_run
 from bench._result import RESULTS, Result, append_results
 from bench._statistics import interval_text, paired_ratio
-from mpar.ops import PRIMITIVES, _einsum, _product, _rows, lay_by_columns, matmul_is_faster
+from mpar.ops import (
+    PRIMITIVES,
+    Screen,
+    _einsum,
+    _largest_logits,
+    _product,
+    _rows,
+    fill_screen,
+    largest_logits,
+    lay_by_columns,
+    matmul_is_faster,
+)
 from mpar.ops.sequence import _few_tokens, _flash
 from mpar.testing import relative_error
 from mpar.torch_private import onednn_has_bfloat16
@@ -30,7 +41,7 @@ Call = Callable[[], Sequence[Tensor]]
 HEADS, KV_HEADS, SIZE, PAGE, BEFORE = 8, 4, 32, 16, 100
 KERNELS = [
     *((_rows, "cpp_function"), (_flash, "cpp_function"), (_few_tokens, "_plan")),
-    *((_product, "matmul"), (_product, "few_rows"), (_einsum, "matmul")),
+    *((_product, "matmul"), (_product, "few_rows"), (_einsum, "matmul"), (_largest_logits, "_plan")),
 ]
 """The functions that find kernels, or compute with them, by their modules; each gives None where there is none."""
 LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -94,7 +105,18 @@ def cases(
         at = torch.arange(count)[None], torch.full((1, count), BEFORE), pages
         how = {"shard": False, "page_size": PAGE, "window": None, "scale": SIZE**-0.5, "soft_cap": None}
         found[f"paged_attention, {count} tokens"] = call("paged_attention", make(1, count, HEADS, SIZE), *pools, *at, None, **how)
+    screen = Screen(torch.zeros(32_768, 256, dtype=torch.uint8), *torch.zeros(2, 32_768, dtype=torch.int32))
+    table_VD = make(32_768, 256)
+    fill_screen(screen, table_VD)
+    for count in (count for count in tokens if count <= 8):
+        found[f"largest_logits, {count} rows"] = _largest(make(1, count, 256), table_VD, screen)
     return found
+
+
+def _largest(x_BRD: Tensor, table_VD: Tensor, screen: Screen[Tensor]) -> Call:
+    """The largest logit of each row, as it is found for tokens that are not drawn."""
+    greedy_BR = torch.ones(x_BRD.shape[:2], dtype=torch.bool)
+    return lambda: [largest_logits(x_BRD, table_VD, screen, greedy_BR).amax(-1)]
 
 
 def measure(calls: Mapping[str, Call], passes: int, turns: int) -> list[Result]:
