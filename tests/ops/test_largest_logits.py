@@ -71,6 +71,41 @@ def scale(screen):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_token_that_the_screen_takes_for_smaller(dtype, make_tensor):
+    """The row lies along what its codes lack, and another token, which codes hold exactly, is between the two."""
+    w = make_tensor((1, 64), dtype)
+    screen = screen_of(w)
+    codes = (screen.codes.double() - 128) * scale(screen).double()
+    x = (w.double() - codes).to(dtype)
+    exact, by_codes = (each.double() @ x.double().T for each in (w, codes))
+    between = (0.2 * by_codes + 0.8 * exact).item() / x.double().abs().sum().item()
+    found = torch.cat([w, (between * x.sign()).to(dtype)])
+    logits = few_rows(x, found.T)[0]
+    assert by_codes.item() < logits[1] < logits[0]
+    check(x, found)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_with_an_outlier(dtype):
+    """Beside it the other numbers are 0 in 16 bits, and the token that they alone make the largest is found."""
+    x, w = torch.full((1, 64), 0.06, dtype=dtype), torch.zeros(2, 64, dtype=dtype)
+    x[0, 0], w[0, 1:], w[1, 0] = 1000, 1, 0.002
+    assert few_rows(x, w.T).argmax() == 0
+    check(x, w)
+
+
+@needs_kernels
+def test_tokens_that_rounding_makes_equal():
+    """Both are there, also the one that is smaller before it is rounded to bfloat16: the first of equal ones is taken."""
+    x, w = torch.ones(1, 64, dtype=torch.bfloat16), torch.ones(2, 64, dtype=torch.bfloat16)
+    x[0, 0], w[0, 0] = 0.02, 0
+    assert few_rows(x, w.T)[0].diff() == 0 and few_rows(x.float(), w.float().T)[0].diff() > 0
+    assert check(x, w) == 2
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_screen_says_how_far_it_is_away(dtype, make_tensor):
     """Each row is within its errors, and these are close."""
     w = make_tensor((300, 100), dtype) * torch.logspace(-20, 20, 300)[:, None].to(dtype)
