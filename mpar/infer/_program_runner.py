@@ -82,10 +82,6 @@ class ProgramRunner:
         compiling: Compiling = nullcontext,
         kept: Kept = anew,
     ) -> None:
-        if model.max_positions is not None and sizes.length > model.max_positions:
-            raise ConfigError(
-                f"cannot answer with up to {sizes.length} tokens in a row: this model has learned {model.max_positions} positions"
-            )
         self.model, self.sizes, self.device = model, sizes, torch.device(device)
         self._execution, self._compiling = execution, compiling
         mesh, table = mesh or Mesh(tp=1), preset(strategy) if isinstance(strategy, str) else strategy
@@ -112,8 +108,8 @@ class ProgramRunner:
         self._runs: dict[int, Run] = {}
         self.counts = _counts(sizes.tokens, _unit(table, mesh))
         share = mesh.axis_size(tuple(table.compute["seq"]))
-        length = sizes.length // share * share
-        self._scorer = Scorer(model, length, sizes.groups, compile_scores, self._bind_scores, self.device, compiling)
+        _check_positions(model, sizes.length, share)
+        self._scorer = Scorer(model, sizes.length, share, sizes.groups, compile_scores, self._bind_scores, self.device, compiling)
         with compiling(_steps(self.counts[0])):
             self.state = self._first_state(self._program(self.counts[0]), params)
             self._bind(self.counts[0])
@@ -277,6 +273,19 @@ class ProgramRunner:
     def scores(self, texts: Sequence[Tensor], num_likeliest: int, adapter: int = 0) -> list[Scores]:
         """See `Runner`."""
         return self._scorer(self.state.leaves, texts, num_likeliest, adapter)
+
+
+def _check_positions(model: Trainable, length: int, share: int) -> None:
+    """Raise ConfigError for rows that are longer than the model has learned positions, also where texts of that length are padded
+    to a multiple of `share`, the number of ranks that divide them."""
+    most = model.max_positions
+    if most is not None and length > most:
+        raise ConfigError(f"cannot answer with up to {length} tokens in a row: this model has learned {most} positions")
+    if most is not None and -(-length // share) * share > most:
+        raise ConfigError(
+            f"cannot divide rows of up to {length} tokens among {share} ranks: the model has learned {most} positions, and rows "
+            f"are padded to a multiple of {share}. Use length={most // share * share}."
+        )
 
 
 def _compiler() -> ModuleType:

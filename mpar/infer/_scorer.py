@@ -21,7 +21,8 @@ class Scorer:
     """Scores texts by compiled programs, each for one length of texts and one number of likeliest tokens. A text is computed as a
     whole, without a cache. With several ranks all must call it with the same arguments.
 
-    length:  the most tokens of a text that are read. groups: how many texts are computed at the same time.
+    length:  the most tokens of a text that are read. unit: programs have a multiple of so many.
+    groups:  how many texts are computed at the same time.
     compile: makes the program of a chain. bind: makes it ready to run.
     compiling: is told when a program is compiled, and until it has run for the first time.
     """
@@ -30,13 +31,15 @@ class Scorer:
         self,
         model: Trainable,
         length: int,
+        unit: int,
         groups: int,
         compile: Callable[[ScoredDecoder], Program],
         bind: Callable[[Program], RankRun | Replay],
         device: torch.device,
         compiling: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self.model, self.length, self.groups, self.device = model.without_multi_token(), length, groups, device
+        self.model, self.groups, self.device = model.without_multi_token(), groups, device
+        self.length, self._unit = length, unit
         self._compile, self._bind, self._compiling = compile, bind, compiling
         self._runs: dict[ScoredDecoder, tuple[Program, RankRun | Replay]] = {}
 
@@ -60,7 +63,7 @@ class Scorer:
         length = _SHORTEST
         while length < count:
             length *= _GROWTH
-        return min(length, self.length)
+        return -(-min(length, self.length) // self._unit) * self._unit
 
     def _score(
         self, chain: ScoredDecoder, leaves: Mapping[str, Tensor], texts: Sequence[Tensor], adapter: int

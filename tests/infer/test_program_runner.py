@@ -138,8 +138,10 @@ def test_weights_in_bfloat16(variant):
 
 
 def test_what_is_refused():
-    """Rows longer than the learned positions."""
+    """Rows longer than the learned positions, also when they are padded for ranks that divide them."""
     model = _model("gpt2")
+    with pytest.raises(ConfigError, match=r"up to 64 tokens among 3 ranks: the model has learned 64(.|\n)*Use length=63"):
+        ProgramRunner(model, model.init(0), Sizes(rows=2, tokens=4, pages=42, page_size=4, length=64), Mesh(cp=3), "ddp")
     with pytest.raises(ConfigError, match="with up to 65 tokens in a row: this model has learned 64 positions"):
         ProgramRunner(model, model.init(0), Sizes(rows=2, tokens=4, pages=40, page_size=4, length=65))
 
