@@ -233,14 +233,14 @@ class ProgramRunner:
         new = self._packed({path: leaf for path, leaf in given.items() if path in held}, stay=False)
         self.state = State(self.state.leaves | new, self.state.step)
         if self._screen is not None:
-            self._screen.is_made = False
+            self._screen.forget()
         for run in self._runs.values():
             if isinstance(run, Replay):  # what was recorded reads the parameters where they were
                 run.forget()
 
     def step(self, tables: Tables) -> Tensor:
         """See `Runner`."""
-        tokens_T, order_T, rows_T, pages_RP, last_R, adapters_R, greedy_R = tables
+        tokens_T, order_T, rows_T, pages_RP, last_R, adapters_R, _ = tables
         sizes = self.sizes
         columns = {"tokens": tokens_T, "positions": order_T, "rows": rows_T}
         places = [] if sizes.groups == 1 else _by_group(rows_T, sizes)
@@ -259,11 +259,12 @@ class ProgramRunner:
         batch |= {"pages": pages_RP.reshape(sizes.groups, -1), "last": last_R.view(sizes.groups, -1)}
         if self.adapters:
             batch["adapters"] = adapters_R.view(sizes.groups, -1)
-        if self._screen is not None:
-            if greedy_R.all():
-                self._screen.make(self.state.leaves)
-            batch["greedy"] = greedy_R.view(sizes.groups, -1) & self._screen.is_made
-        return self._run(count, batch)["logits"].flatten(0, 1)
+        if self._screen is None:
+            return self._run(count, batch)["logits"].flatten(0, 1)
+        greedy_R = self._screen.greedy(tables, min(count, sizes.group_rows), self.state.leaves)
+        logits_RV = self._run(count, batch | {"greedy": greedy_R.view(sizes.groups, -1)})["logits"].flatten(0, 1)
+        self._screen.note(logits_RV, greedy_R)
+        return logits_RV
 
     def _run(self, count: int, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Make a step with the program for so many tokens; returns its results."""

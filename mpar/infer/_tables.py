@@ -17,7 +17,7 @@ class Tables(NamedTuple):
                 The next step changes it.
     last_R:     for each row, the number of the token whose logits are wanted; -1: of none.
     adapters_R: the number of each row's adapter, from 1 on; 0: none.
-    greedy_R:   of which rows only the largest logit is wanted, or none (bool).
+    greedy_R:   whether of a row only the largest logit is wanted (bool), or no logits at all.
     """
 
     tokens_T: Tensor

@@ -55,7 +55,8 @@ def with_cache(
 
 
 def can_screen(model: Trainable) -> bool:
-    """Whether the logits of a model are the products of features with an output matrix that is as it is stored."""
+    """Whether the logits of a model are the products of features with an output matrix that is as it is stored. Those of a model
+    with adapters, with quantised weights or with a soft cap are not."""
     return isinstance(model, DeclaredModel) and model.config.logits_soft_cap is None
 
 

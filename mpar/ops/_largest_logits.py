@@ -19,14 +19,14 @@ from mpar.ops._product import product
 from mpar.ops.primitive import Cost, Primitive
 from mpar.tree import Leaf, struct
 
-__all__ = ["Screen", "fill_screen", "largest_logits", "screens_logits"]
+__all__ = ["MOST_SCREENED_ROWS", "Screen", "fill_screen", "largest_logits", "screens_logits"]
 
+MOST_SCREENED_ROWS = 4
+"""For more rows, what a screen saves of reading is less than what it takes to multiply with it."""
 largest_logits_p = Primitive("largest_logits", "x, w, codes, absmax, errors, greedy -> logits")
 largest_logits_p.opaque = True  # which rows are greedy is known when it runs
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_MOST_ROWS = 8
-"""Of more rows, what a screen saves of reading is less than what it takes to multiply with it."""
 _Call = cpp_structure("_Call", ["rows", "inner", "columns", "x_row", "w_step", "y_row"], [])
 
 
@@ -34,8 +34,9 @@ _Call = cpp_structure("_Call", ["rows", "inner", "columns", "x_row", "w_step", "
 class Screen(Generic[Leaf]):
     """A copy of an output matrix in 8 bits: codes uint8 (V, D), and for each row two int32 (V,), the bits of float32.
 
-    A row is `(codes - 128) * absmax / 127`, and no more than `errors` away from that, as the length of a vector. A row that is no
-    token, or has numbers that are not finite, has infinite `errors`: its logit is computed, and says nothing of others.
+    A row is `(codes - 128) * absmax / 127`, and no more than `errors` away from that, as the length of a vector. If it has
+    numbers that are not finite, `errors` is infinite: its logit is computed, and says nothing of others. So it is for a row that
+    is no token, which is marked by `errors` that are NaN before the screen is made.
     """
 
     codes: Leaf
@@ -49,20 +50,22 @@ def screens_logits(dtype: torch.dtype) -> bool:
 
 
 def fill_screen(screen: Screen[Tensor], w_VD: Tensor) -> None:
-    """Make `screen` that of this matrix, which is on a CPU that `screens_logits`. Infinite `errors` stay so."""
-    w_VD = w_VD.detach() if w_VD.stride(1) == 1 else w_VD.detach().contiguous()
+    """Make `screen` that of this matrix, whose rows have no gaps, on a CPU that `screens_logits`. NaN in `errors` stay."""
+    assert w_VD.stride(1) == 1, "the numbers of a row must lie one after the other"
     fill = cpp_function("largest_logits", f"screen_{_NAMES[w_VD.dtype]}", 5)
     assert fill is not None, f"there is no screen of {w_VD.dtype}"
     columns, inner = w_VD.shape
-    fill(_Call(0, inner, columns, inner, w_VD.stride(0), columns), w_VD, screen.codes, screen.absmax, screen.errors)
+    call = _Call(0, inner, columns, inner, w_VD.stride(0), columns)
+    fill(call, w_VD.detach(), screen.codes, screen.absmax, screen.errors)
 
 
 def largest_logits(x_BRD: Tensor, w_VD: Tensor, screen: Screen[Tensor], greedy_BR: Tensor) -> Tensor:
     """The logits (B, R, V) of rows: the products of `x_BRD` with each row of `w_VD`.
 
-    Where `greedy_BR` (bool) is true, a row may have -inf in place of all logits but the largest one and those that equal it.
-    `screen` is that of `w_VD`; each part of the vocabulary has a largest logit. There is no gradient. Raises ShapeError or
-    DtypeError if the operands do not fit each other.
+    Where `greedy_BR` (bool) is true, a row may have -inf in place of all logits but the largest one and those that equal it. It
+    has on a CPU, if all rows are greedy and there are at most MOST_SCREENED_ROWS. `screen` is that of `w_VD`. Where ranks divide
+    the vocabulary, each has the largest logits of its part. There is no gradient. Raises ShapeError or DtypeError if the operands
+    do not fit each other.
     """
     return largest_logits_p.bind(x_BRD, w_VD, screen.codes, screen.absmax, screen.errors, greedy_BR)
 
@@ -88,7 +91,7 @@ def _abstract(x, w, codes, absmax, errors, greedy):
 def _impl(x: Tensor, w: Tensor, codes: Tensor, absmax: Tensor, errors: Tensor, greedy: Tensor) -> Tensor:
     x_RD = x.reshape(-1, x.shape[-1])
     plan = None if x.device.type != "cpu" else _plan(x_RD.shape, x_RD.stride(), w.dtype, w.shape, w.stride())
-    if plan is None or not codes.is_contiguous():
+    if plan is None or not all(x.is_contiguous() for x in (codes, absmax, errors)):
         return product(x_RD, w.t()).view(*x.shape[:-1], -1)
     run, call = plan
     logits = torch.empty((*x.shape[:-1], w.shape[0]), dtype=x.dtype)
@@ -102,7 +105,8 @@ def _plan(
 ) -> tuple[Callable[..., None], ctypes.Structure] | None:
     """The kernel for such operands and the structure that it reads; None if there is no kernel."""
     (rows, inner), columns = shape_x, shape_w[0]
-    if not 0 < rows <= _MOST_ROWS or not inner or not columns or dtype not in _NAMES or (stride_x[1], stride_w[1]) != (1, 1):
+    fits = 0 < rows <= MOST_SCREENED_ROWS and inner > 0 < columns and stride_x[1] == stride_w[1] == 1
+    if not fits or dtype not in _NAMES:
         return None
     run = cpp_function("largest_logits", f"largest_logits_{_NAMES[dtype]}", 8)
     return None if run is None else (run, _Call(rows, inner, columns, stride_x[0], stride_w[0], columns))

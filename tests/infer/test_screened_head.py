@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mpar import Mesh, adapters, models, tree
-from mpar.infer import Engine, Sampling, Sizes, _program_runner
-from mpar.infer._screened_head import screened_head
+from mpar.infer import Engine, Sampling, Sizes, Tables, _program_runner, _screened_head
+from mpar.infer._screened_head import ScreenedHead, screened_head
 from mpar.infer.compile import ProgramRunner
 from mpar.precision import precision
 from mpar.quantised import quantise
@@ -22,6 +22,8 @@ from tests.models.variants import KINDS
 pytestmark = needs_kernels
 SIZES = Sizes(rows=4, tokens=12, pages=40, page_size=4, length=48)
 PROMPTS = [[1, 5, 2], [7], [3, 9, 27, 11, 33, 29, 17, 51, 23, 8, 24, 2, 6, 18, 54, 39], [4] * 9, [60, 0]]
+NONE = torch.zeros(4, dtype=torch.int64)
+TABLES = Tables.of(NONE[:1], NONE[:1], NONE[:1], NONE[:, None], NONE)._replace(greedy_R=NONE == 0)
 GREEDY, DRAWN = Sampling(max_tokens=8), Sampling(max_tokens=8, temperature=1.0, seed=3)
 
 
@@ -87,14 +89,45 @@ def test_greedy_answers_are_those_of_all_logits(mesh, tied, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_other_parameters_have_another_screen(dtype, monkeypatch):
-    """After `load`, answers are those of a new runner."""
-    model = _model(dtype=dtype)
-    first, second = model.init(0), model.init(1)
-    runner = ProgramRunner(model, first, SIZES)
-    _answers(runner, [GREEDY])
-    runner.load(dict(tree.leaves_with_path(second)))
-    expected = _answers(_without_screen(monkeypatch, lambda: ProgramRunner(model, second, SIZES)), [GREEDY])
-    assert _answers(runner, [GREEDY]) == expected
+    """After `load`, answers are those of a new runner. A matrix of float32 that is no embedding is then read as it came."""
+    for tied in (True, False):
+        model = _model(dtype=dtype, tie_word_embeddings=tied)
+        first, second, logits = model.init(0), model.init(1), []
+        runner = ProgramRunner(model, first, SIZES)
+        _answers(runner, [GREEDY])
+        runner.load(dict(tree.leaves_with_path(second)))
+        expected = _answers(_without_screen(monkeypatch, lambda: ProgramRunner(model, second, SIZES)), [GREEDY])  # noqa: B023
+        assert _answers(runner, [GREEDY], logits) == expected
+        assert bool(torch.cat(logits).isneginf().any()) == (tied or dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_ranks_without_the_output_matrix(tied):
+    """A stage that has the embedding alone has no screen, also if the embedding is the output matrix, and runs as others do."""
+    model = _model(tie_word_embeddings=tied)
+    runner = SimulatedRunner(model, model.init(0), SIZES, Mesh(pp=2), "tp")
+    program = runner.programs[1]
+    for rank in range(2):
+        leaves = {leaf.path: runner.state.leaves[leaf.path] for leaf in program.part(rank).state_in}
+        assert ScreenedHead(model).greedy(TABLES, 1, leaves).all() == (tied or rank == 0)  # as it comes, a head lies by rows
+
+
+def test_a_screen_is_made_where_it_is_needed(monkeypatch):
+    """Not for rows that draw their tokens, nor for many rows; it is given up where it leaves out nothing."""
+    made = []
+    monkeypatch.setattr(_screened_head, "fill_screen", lambda *args: made.append(args))
+    model = _model()
+    params = model.init(0)
+    _answers(ProgramRunner(model, params, SIZES), [DRAWN])
+    assert not made and not ScreenedHead(model).greedy(TABLES, 5, {}).any()
+    runner = ProgramRunner(model, params, SIZES)  # its screen is never filled, so that all logits can be the largest
+    expected, masks = _answers(runner, [GREEDY]), []
+    assert len(made) == 1
+    run = runner._run
+    monkeypatch.setattr(runner, "_run", lambda count, batch: masks.append(bool(batch["greedy"].any())) or run(count, batch))
+    for _ in range(3):
+        assert _answers(runner, [GREEDY]) == expected
+    assert masks[0] and not any(masks[-8:])
 
 
 @pytest.mark.parametrize(
