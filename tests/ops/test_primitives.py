@@ -162,9 +162,10 @@ SCAN = ((1, 3, 4, 3), (1, 3, 4), (4,), (1, 3, 2, 6), (1, 3, 2, 6), (4,), (1, 2, 
 
 
 def _paged(x):
-    """A step that writes the keys of three tokens and attends to them."""
+    """A step that writes the keys of three tokens, attends to them, and asks for logits."""
     pool, rows, places = x(1, 8, 2, 6).detach(), x(1, 3, 2, 6).detach(), torch.tensor([[2, 3, 4]])
     where = torch.zeros(1, 3).long(), torch.arange(3)[None], torch.ones(1, 1, 2).long()
+    screen = ops.Screen(torch.zeros(5, 4, dtype=torch.uint8), *torch.zeros(2, 5, dtype=torch.int32))
     return [
         ops.write_rows(pool, rows, places),
         PRIMITIVES["write_rows_over"].bind(pool.clone(), rows, places, shard=False),
@@ -172,6 +173,7 @@ def _paged(x):
         *ops.conv_by_rows(*(x(*shape).detach() for shape in ((1, 3, 6), (6, 4), (6,), (1, 2, 3, 6))), *where[:2]),
         *ops.scan_by_rows(*(x(*shape).detach() for shape in SCAN), *where[:2], chunk=2),
         ops.paged_attention(x(1, 3, 4, 6).detach(), pool, pool, *where, page_size=4, sinks=x(4).detach()),
+        ops.largest_logits(x(1, 3, 4).detach(), x(5, 4).detach(), screen, torch.zeros(1, 3, dtype=torch.bool)),
     ]
 
 

@@ -119,6 +119,7 @@ def calls():
     experts, logits = draw(8, 2, low=0, high=4), draw(8, 4)
     order = ops.expert_order(experts, num_experts=4)
     documents = torch.tensor([[0, 0, 1, 1]]).repeat(4, 1)
+    screen = ops.Screen(torch.zeros(16, 8, dtype=torch.uint8), *torch.zeros(2, 16, dtype=torch.int32))
     scan = [draw(4, 4, 8, 4), draw(4, 4, 8).exp().detach().requires_grad_(), draw(8), draw(4, 4, 4, 4), draw(4, 4, 4, 4, seed=1)]
     return [
         ops.einsum("bsd,df->bsf", x, draw(8, 4)),
@@ -126,6 +127,7 @@ def calls():
         PRIMITIVES["einsum_add"].op(draw(4, 4, 4).detach(), x.detach(), draw(8, 4).detach(), equation="bsd,df->bsf"),
         PRIMITIVES["einsum_add_over"].op(draw(4, 4, 4).detach(), x.detach(), draw(8, 4).detach(), equation="bsd,df->bsf"),
         ops.joined_linear("bsd,dnh->bsnh", x.detach(), [draw(8, 4, 4).detach(), draw(8, 4, 4, seed=1).detach()]),
+        ops.largest_logits(x.detach(), draw(16, 8).detach(), screen, torch.zeros(4, 4, dtype=torch.bool)),
         ops.embedding(draw(4, 4, low=0, high=8), draw(8, 4)),
         ops.rms_norm(x, draw(8)),
         ops.rms_norm(x),
