@@ -9,7 +9,7 @@ from mpar import tree
 from mpar.infer._tables import Tables
 from mpar.mesh import Mesh
 from mpar.models import SCREEN, CacheSizes, DeclaredModel, Trainable, can_screen, with_cache
-from mpar.ops import MOST_SCREENED_ROWS, Screen, few_rows_read_columns, fill_screen, screens_logits
+from mpar.ops import MAX_SCREENED_ROWS, Screen, few_rows_read_columns, fill_screen, screens_logits
 from mpar.precision import Precision
 from mpar.strategy import Strategy
 
@@ -40,7 +40,7 @@ class ScreenedHead:
     def greedy(self, tables: Tables, num_rows: int, leaves: Mapping[str, Tensor]) -> Tensor:
         """Which rows of a step are greedy, for a program that multiplies `num_rows`: all, or none where the screen is of no use.
         leaves: those of the state, in which the screen is made if the step needs it."""
-        is_of_use = bool(tables.greedy_R.all()) and num_rows <= MOST_SCREENED_ROWS and self._in_vain < _MOST_IN_VAIN
+        is_of_use = bool(tables.greedy_R.all()) and num_rows <= MAX_SCREENED_ROWS and self._in_vain < _MOST_IN_VAIN
         if is_of_use and not self._is_made and (tables.last_R >= 0).any():
             self._is_made = self._make(leaves)
         return tables.greedy_R & (is_of_use and self._is_made)

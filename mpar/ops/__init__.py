@@ -19,7 +19,7 @@ from mpar.ops._joined_linear import (
     lie_side_by_side,
     summed_dims,
 )
-from mpar.ops._largest_logits import MOST_SCREENED_ROWS, Screen, fill_screen, largest_logits, screens_logits
+from mpar.ops._largest_logits import MAX_SCREENED_ROWS, Screen, fill_screen, largest_logits, screens_logits
 from mpar.ops._layer_norm import layer_norm
 from mpar.ops._linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from mpar.ops._linear_divergence import linear_divergence
@@ -102,7 +102,7 @@ __all__ = [
     "FP8_MAX",
     "FP8_SIDE",
     "FP8_SMALLEST_SCALE",
-    "MOST_SCREENED_ROWS",
+    "MAX_SCREENED_ROWS",
     "NF4_BLOCK",
     "NF4_CODES",
     "OPAQUE_OPS",

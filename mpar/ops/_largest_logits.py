@@ -19,9 +19,9 @@ from mpar.ops._product import product
 from mpar.ops.primitive import Cost, Primitive
 from mpar.tree import Leaf, struct
 
-__all__ = ["MOST_SCREENED_ROWS", "Screen", "fill_screen", "largest_logits", "screens_logits"]
+__all__ = ["MAX_SCREENED_ROWS", "Screen", "fill_screen", "largest_logits", "screens_logits"]
 
-MOST_SCREENED_ROWS = 4
+MAX_SCREENED_ROWS = 4
 """For more rows, what a screen saves of reading is less than what it takes to multiply with it."""
 largest_logits_p = Primitive("largest_logits", "x, w, codes, absmax, errors, greedy -> logits")
 largest_logits_p.opaque = True  # which rows are greedy is known when it runs
@@ -63,7 +63,7 @@ def largest_logits(x_BRD: Tensor, w_VD: Tensor, screen: Screen[Tensor], greedy_B
     """The logits (B, R, V) of rows: the products of `x_BRD` with each row of `w_VD`.
 
     Where `greedy_BR` (bool) is true, a row may have -inf in place of all logits but the largest one and those that equal it. It
-    has on a CPU, if all rows are greedy and there are at most MOST_SCREENED_ROWS. `screen` is that of `w_VD`. Where ranks divide
+    has on a CPU, if all rows are greedy and there are at most MAX_SCREENED_ROWS. `screen` is that of `w_VD`. Where ranks divide
     the vocabulary, each has the largest logits of its part. There is no gradient. Raises ShapeError or DtypeError if the operands
     do not fit each other.
     """
@@ -105,7 +105,7 @@ def _plan(
 ) -> tuple[Callable[..., None], ctypes.Structure] | None:
     """The kernel for such operands and the structure that it reads; None if there is no kernel."""
     (rows, inner), columns = shape_x, shape_w[0]
-    fits = 0 < rows <= MOST_SCREENED_ROWS and inner > 0 < columns and stride_x[1] == stride_w[1] == 1
+    fits = 0 < rows <= MAX_SCREENED_ROWS and inner > 0 < columns and stride_x[1] == stride_w[1] == 1
     if not fits or dtype not in _NAMES:
         return None
     run = cpp_function("largest_logits", f"largest_logits_{_NAMES[dtype]}", 8)
