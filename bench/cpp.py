@@ -20,6 +20,7 @@ from bench._machine import this_run
 from bench._result import RESULTS, Result, append_results
 from bench._statistics import interval_text, paired_ratio
 from mpar.ops import (
+    MAX_SCREENED_ROWS,
     PRIMITIVES,
     Screen,
     _einsum,
@@ -30,6 +31,7 @@ from mpar.ops import (
     largest_logits,
     lay_by_columns,
     matmul_is_faster,
+    screens_logits,
 )
 from mpar.ops.sequence import _few_tokens, _flash
 from mpar.testing import relative_error
@@ -105,11 +107,12 @@ def cases(
         at = torch.arange(count)[None], torch.full((1, count), BEFORE), pages
         how = {"shard": False, "page_size": PAGE, "window": None, "scale": SIZE**-0.5, "soft_cap": None}
         found[f"paged_attention, {count} tokens"] = call("paged_attention", make(1, count, HEADS, SIZE), *pools, *at, None, **how)
-    screen = Screen(torch.zeros(32_768, 256, dtype=torch.uint8), *torch.zeros(2, 32_768, dtype=torch.int32))
-    table_VD = make(32_768, 256)
-    fill_screen(screen, table_VD)
-    for count in (count for count in tokens if count <= 8):
-        found[f"largest_logits, {count} rows"] = _largest(make(1, count, 256), table_VD, screen)
+    if screens_logits(dtype):
+        screen = Screen(torch.zeros(32_768, 256, dtype=torch.uint8), *torch.zeros(2, 32_768, dtype=torch.int32))
+        table_VD = make(32_768, 256)
+        fill_screen(screen, table_VD)
+        for count in (count for count in tokens if count <= MAX_SCREENED_ROWS):
+            found[f"largest_logits, {count} rows"] = _largest(make(1, count, 256), table_VD, screen)
     return found
 
 
